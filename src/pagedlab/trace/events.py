@@ -1,0 +1,660 @@
+"""Every event the engine can emit: the one definition of the trace.
+
+The terminal tracer, the viewer, the notebooks and the figures read nothing else. A record is one
+JSON object per line; the fields of :class:`Event` are its envelope. Lists named in the plural and
+of equal length in one event are parallel. Block id 0 is the null block.
+
+Each class says from which recording level on it is written (``level``) and which of its fields
+differ from run to run (``volatile``); the canonical form leaves those out.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+LEVELS = ("steps", "decisions", "blocks", "tensors", "kernels")  # each contains the former
+Level = Literal["steps", "decisions", "blocks", "tensors", "kernels"]
+FORMAT = "pagedlab-trace"
+VERSION = (1, 0)  # a reader refuses another major version, and ignores what it does not know
+
+Scalar = str | int | float | bool | None
+Groups = list[list[int]]  # one list of block ids per KV-cache group
+
+
+class Event(msgspec.Struct, kw_only=True, gc=False, tag_field="kind"):
+    """The envelope; written only by the Tracer, when the event is emitted."""
+
+    level: ClassVar[Level] = "steps"
+    volatile: ClassVar[tuple[str, ...]] = ()
+
+    seq: int = -1          # strictly increasing per process, no gap
+    engine: int = -1       # several engines may live in one process
+    step: int = -1         # the last step whose schedule() began, -1 before the first
+    t_ns: int = 0          # monotonic clock
+    proc: str = "engine"   # "engine" or "worker:<rank>"
+
+
+# ------------------------------------------------------------------ the file and the whole engine
+
+
+class TraceHeader(Event, kw_only=True, tag="trace_header"):
+    """First record of a file, once."""
+
+    volatile = ("pagedlab", "source", "clock", "model", "config")
+
+    format: str = FORMAT
+    version: tuple[int, int] = VERSION
+    pagedlab: str
+    source: dict[str, str]                 # engine, version
+    model: dict[str, Scalar | list[str]]   # name, layers, heads, …; empty when no model runs
+    config: dict[str, Scalar]              # the EngineConfig, resolved
+    tokenizer: dict[str, Scalar]
+    record: Level
+    layers: str | list[int] = "all"        # layers whose kernels are traced
+    clock: dict[str, int]                  # wall_ns and t_ns of the same moment
+
+
+class RequestState(msgspec.Struct, kw_only=True, gc=False):
+    """One unfinished request inside a snapshot."""
+
+    request_id: str
+    status: str
+    token_ids: list[int]                   # prompt, then output
+    token_texts: list[str] | None
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    priority: int
+    arrival_time: float
+    queue_key: list[Scalar]                # place in the waiting queue, smallest first
+    block_ids: Groups                      # block table per group; out-of-window blocks are 0
+
+
+class RowState(msgspec.Struct, kw_only=True, gc=False):
+    """One row of the worker's tables inside a snapshot."""
+
+    row: int
+    request_id: str
+    block_ids: Groups
+
+
+class EngineSnapshot(Event, kw_only=True, tag="engine_snapshot"):
+    """The whole state: where a fold starts, and where a reader may jump to."""
+
+    block_sizes: list[int]                 # per group
+    num_blocks: int                        # null block included
+    waiting: list[str]                     # in serving order
+    running: list[str]
+    requests: list[RequestState]
+    free_queue: list[int]                  # front first
+    ref_counts: dict[int, int]             # only where > 0, null block left out
+    cached_blocks: dict[int, str]          # block id -> short hash
+    rows: list[RowState]
+
+
+class TraceGap(Event, kw_only=True, tag="trace_gap"):
+    """Records were lost here."""
+
+    num_lost: int
+    why: str
+
+
+# ------------------------------------------------------------------ KV-cache initialization
+
+
+class KvSpec(Event, kw_only=True, tag="kv_spec"):
+    """What the cache of one layer needs."""
+
+    layer: str
+    kind_of_attention: str                 # full or sliding_window
+    block_size: int                        # tokens per block
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    sliding_window: int | None
+    page_bytes: int                        # one block of this layer: 2 · block_size · heads · dim · bytes
+
+
+class KvMemory(Event, kw_only=True, tag="kv_memory"):
+    """How many bytes the cache may take, and how that was found."""
+
+    volatile = ("available_bytes", "terms")
+
+    available_bytes: int
+    how: str                               # stated, share_of_free_ram, profiled, num_blocks_given
+    terms: dict[str, Scalar]
+
+
+class KvGroup(msgspec.Struct, kw_only=True, gc=False):
+    kind_of_attention: str
+    block_size: int
+    sliding_window: int | None
+    page_bytes: int
+    layers: list[str]
+
+
+class KvTensor(msgspec.Struct, kw_only=True, gc=False):
+    size: int                              # bytes
+    shared_by: list[str]                   # layers that view this buffer
+
+
+class KvConfig(Event, kw_only=True, tag="kv_config"):
+    """Groups, blocks and buffers, with the terms of the arithmetic."""
+
+    volatile = ("available_bytes",)
+
+    num_blocks: int                        # null block included
+    groups: list[KvGroup]
+    tensors: list[KvTensor]
+    bytes_per_block: int                   # over all buffers
+    available_bytes: int
+    max_model_len: int
+
+
+class KvAllocated(Event, kw_only=True, tag="kv_allocated"):
+    """The memory exists; parallel lists, one entry per buffer."""
+
+    shapes: list[list[int]]                # as a layer views it
+    bytes: list[int]
+    shared_by: list[list[str]]
+    dtype: str
+    device: str
+
+
+# ------------------------------------------------------------------ at the door
+
+
+class RequestAdded(Event, kw_only=True, tag="request_added"):
+    """Entered the waiting queue."""
+
+    volatile = ("arrival_time",)
+
+    request_id: str
+    prompt_token_ids: list[int]
+    prompt_token_texts: list[str] | None = None  # for people; None where there is no tokenizer
+    prompt: str | None = None
+    sampling: dict[str, Scalar | list[int] | list[str]]
+    priority: int
+    arrival_time: float
+    cache_salt: str | None = None
+    queue_key: list[Scalar]
+    block_hashes: list[str]                # short hashes of the full blocks known now
+
+
+class RequestAborted(Event, kw_only=True, tag="request_aborted"):
+    request_id: str
+    queue: Literal["waiting", "running"]
+
+
+class RequestRefused(Event, kw_only=True, tag="request_refused"):
+    """Never entered; the numbers say why."""
+
+    request_id: str
+    reason: str                            # prompt_too_long, never_fits, id_in_use, empty_prompt, …
+    message: str
+    numbers: dict[str, Scalar]
+
+
+class PrefixCacheReset(Event, kw_only=True, tag="prefix_cache_reset"):
+    """Refused while any block is in use."""
+
+    done: bool
+    num_used_blocks: int
+
+
+# ------------------------------------------------------------------ schedule()
+
+
+class StepStarted(Event, kw_only=True, tag="step_started"):
+    num_waiting: int
+    num_running: int
+    token_budget: int
+    num_free_blocks: int
+
+
+class PrefixMatched(Event, kw_only=True, tag="prefix_matched"):
+    """What the prefix cache gave and why it stopped there."""
+
+    level = "decisions"
+
+    request_id: str
+    num_tokens: int                        # known tokens of the request
+    num_computed_tokens: int               # length of the hit
+    block_ids: Groups                      # hit blocks per group; 0 before a window
+    stopped_at_block: int                  # logical block, in units of block_size
+    why: str                               # see PREFIX_STOPS
+    block_size: int
+    hash: str | None = None                # short hash that was looked for and not found
+    key_differs: str | None = None         # tokens, parent, cache_salt: the part no cached block shares
+    similar_block_id: int | None = None    # the cached block that shares the rest of the key
+    evicted_at_step: int | None = None
+    evicted_for: str | None = None
+    group: int | None = None               # the group that cut the hit
+
+
+PREFIX_STOPS = {
+    "caching_off": "prefix caching is switched off",
+    "prompt_logprobs": "the request wants prompt logprobs, which a hit cannot give",
+    "partial_block": "what is left does not fill a block, and only full blocks are reusable",
+    "last_token_must_be_computed": "the last token must be computed to get logits, so its block is not taken",
+    "never_cached": "no block with this key was ever cached",
+    "evicted": "a block with this key was cached and has been evicted since",
+    "reset": "a block with this key was cached before the prefix cache was reset",
+    "miss": "no block with this key is cached; what was cached before the trace began is unknown",
+    "window_group": "a sliding-window group has no unbroken run of cached blocks that ends there",
+}
+
+
+class SlotsAllocated(Event, kw_only=True, tag="slots_allocated"):
+    """allocate_slots gave what was asked; lists are per group."""
+
+    level = "decisions"
+
+    request_id: str
+    num_new_tokens: int
+    num_tokens: int                        # tokens that have a slot afterwards
+    needed_from_free_hits: list[int]       # hit blocks that leave the free queue
+    needed_new: list[int]
+    hit_block_ids: Groups                  # put in front of an empty table
+    new_block_ids: Groups                  # appended to the table
+    num_free_before: int
+    num_free_after: int
+
+
+class SlotsRefused(Event, kw_only=True, tag="slots_refused"):
+    """allocate_slots needs more blocks than are free; nothing was changed."""
+
+    level = "decisions"
+
+    request_id: str
+    num_new_tokens: int
+    needed_from_free_hits: list[int]
+    needed_new: list[int]
+    num_needed: int
+    num_free: int
+
+
+class RequestConsidered(Event, kw_only=True, tag="request_considered"):
+    """The scheduler looked at this request."""
+
+    level = "decisions"
+
+    request_id: str
+    queue: Literal["running", "waiting"]
+    num_computed_tokens: int               # before this step; for an admitted one its hit
+    num_tokens_wanted: int
+    num_tokens_granted: int
+    budget_before: int
+    budget_after: int
+    outcome: Literal["scheduled", "refused", "skipped", "preempted"]
+    reason: str                            # see CONSIDERED_REASONS
+    num_needed_blocks: int | None = None   # numbers of not_enough_free_blocks
+    num_free_blocks: int | None = None
+    limit: int | None = None               # the limit that cut the grant
+
+
+CONSIDERED_REASONS = {
+    "all_tokens": "every token it lacked was granted",
+    "token_budget": "cut to what was left of the token budget",
+    "long_prefill_threshold": "cut to long_prefill_token_threshold",
+    "max_model_len": "cut at max_model_len",
+    "not_enough_free_blocks": "it needs more blocks than are free",
+    "chunked_prefill_off": "the prompt does not fit the budget in one piece and chunked prefill is off",
+    "self_preemption": "it needed a block and was itself the victim",
+    "no_tokens_left": "max_model_len leaves it nothing to compute (vLLM 0.14.1 lets such a prompt wait for ever)",
+}
+
+
+class QueueNotReached(Event, kw_only=True, tag="queue_not_reached"):
+    """A scan ended before the rest of a queue."""
+
+    level = "decisions"
+
+    queue: Literal["running", "waiting"]
+    count: int                             # requests that were not looked at
+    first_request_id: str
+    reason: str                            # see NOT_REACHED_REASONS
+    head_request_id: str | None = None     # numbers of head_blocked
+    num_needed_blocks: int | None = None
+    num_free_blocks: int | None = None
+    limit: int | None = None
+
+
+NOT_REACHED_REASONS = {
+    "token_budget_exhausted": "the token budget of the step was used up",
+    "max_num_seqs_reached": "all seats are taken",
+    "head_blocked": "the head of the queue could not be scheduled, and nobody overtakes it",
+    "preemption_this_step": "a step that preempts admits no one",
+    "self_preemption": "a running request preempted itself, which ends the scan",
+}
+
+
+class RequestPreempted(Event, kw_only=True, tag="request_preempted"):
+    """Lost all its blocks and waits again."""
+
+    level = "decisions"
+
+    request_id: str
+    on_behalf_of: str
+    rule: str                              # how the policy chose the victim
+    num_tokens_lost: int                   # computed tokens that must be computed again (or hit)
+    num_tokens_taken_back: int             # granted earlier in this same step, 0 if none
+    budget_after: int
+    block_ids: Groups                      # its tables, as they were
+    num_free_before: int
+    num_free_after: int
+    queue_key: list[Scalar]
+
+
+class BlockAllocated(Event, kw_only=True, tag="block_allocated"):
+    """Taken from the front of the free queue."""
+
+    level = "blocks"
+
+    block_id: int
+    ref_cnt: int                           # after
+    group: int
+    request_id: str
+    logical_block: int                     # index in the request's table
+
+
+class BlockTouched(Event, kw_only=True, tag="block_touched"):
+    """A hit: one more owner; taken out of the free queue if it was free."""
+
+    level = "blocks"
+
+    block_id: int
+    ref_cnt: int
+    group: int
+    request_id: str
+    logical_block: int
+    hash: str
+    was_free: bool
+
+
+class BlockCached(Event, kw_only=True, tag="block_cached"):
+    """Full, and from now on to be found under its hash."""
+
+    level = "blocks"
+
+    block_id: int
+    ref_cnt: int
+    group: int
+    request_id: str
+    logical_block: int
+    hash: str
+
+
+class BlockEvicted(Event, kw_only=True, tag="block_evicted"):
+    """Lost its hash because it is handed out again."""
+
+    level = "blocks"
+
+    block_id: int
+    ref_cnt: int
+    group: int                             # group whose content is lost
+    request_id: str                        # for whom
+    hash: str
+
+
+class BlockFreed(Event, kw_only=True, tag="block_freed"):
+    """One owner less; at 0 it goes to the tail of the free queue and keeps its hash."""
+
+    level = "blocks"
+
+    block_id: int
+    ref_cnt: int
+    group: int
+    request_id: str
+    logical_block: int
+    hash: str | None
+    free_queue_index: int | None           # its place in the free queue, None while others hold it
+    why: Literal["finished", "preempted", "out_of_window"]
+
+
+class NewRequest(msgspec.Struct, kw_only=True, gc=False):
+    request_id: str
+    num_computed_tokens: int
+    block_ids: Groups
+
+
+class CachedRequest(msgspec.Struct, kw_only=True, gc=False):
+    request_id: str
+    num_computed_tokens: int
+    new_block_ids: Groups | None
+    resumed: bool
+
+
+class StepScheduled(Event, kw_only=True, tag="step_scheduled"):
+    """The SchedulerOutput, as it leaves for the worker."""
+
+    new: list[NewRequest]
+    cached: list[CachedRequest]
+    num_scheduled_tokens: dict[str, int]   # in schedule order
+    total_num_scheduled_tokens: int
+    preempted: list[str]
+    finished_req_ids: list[str]
+    num_common_prefix_blocks: list[int]
+
+
+# ------------------------------------------------------------------ the worker: _update_states
+
+
+class RowAssigned(Event, kw_only=True, tag="row_assigned"):
+    level = "blocks"
+
+    request_id: str
+    row: int
+    block_ids: Groups
+    num_computed_tokens: int
+
+
+class RowFreed(Event, kw_only=True, tag="row_freed"):
+    level = "blocks"
+
+    request_id: str
+    row: int
+    why: Literal["finished", "not_scheduled", "preempted"]
+
+
+class RowMoved(Event, kw_only=True, tag="row_moved"):
+    """A hole was closed by the then-last row."""
+
+    level = "blocks"
+
+    request_id: str
+    from_row: int
+    row: int
+
+
+class BlocksAppended(Event, kw_only=True, tag="blocks_appended"):
+    level = "blocks"
+
+    request_id: str
+    row: int
+    block_ids: Groups
+    replaced: bool = False                 # the row's table was overwritten, not appended to
+
+
+class RowsStaged(Event, kw_only=True, tag="rows_staged"):
+    """What the host prepared and copies to the device in this step."""
+
+    level = "blocks"
+
+    rows: list[int]
+    num_bytes: int
+    what: list[str]                        # arrays copied
+
+
+# ------------------------------------------------------------------ the worker: _prepare_inputs
+
+
+class BatchOrdered(Event, kw_only=True, tag="batch_ordered"):
+    level = "tensors"
+
+    request_ids: list[str]                 # batch_idx -> request
+    idx_mapping: list[int] | None = None   # batch_idx -> req_state_idx (state-table runner)
+    num_scheduled_tokens: list[int]
+    query_start_loc: list[int]             # [num_reqs + 1]
+
+
+class TablesGathered(Event, kw_only=True, tag="tables_gathered"):
+    """The rows of the block table that this batch reads."""
+
+    level = "tensors"
+
+    group: int
+    request_ids: list[str]
+    block_table: list[list[int]]           # valid entries only; what lies beyond is stale
+    table_stride: int                      # K, columns per row
+
+
+class InputsPrepared(Event, kw_only=True, tag="inputs_prepared"):
+    level = "tensors"
+
+    input_ids: list[int]                   # [num_tokens]
+    positions: list[int]                   # [num_tokens]
+    req_indices: list[int]                 # [num_tokens] batch row of each token
+    seq_lens: list[int]                    # [num_reqs]
+    logits_indices: list[int]              # [num_reqs] last token of each row
+    sample_is_discarded: list[bool]        # [num_reqs] prompt or recomputation not complete
+    num_padded_tokens: int = 0
+
+
+class SlotsMapped(Event, kw_only=True, tag="slots_mapped"):
+    """token → row → position → logical block + offset → table index → block → slot, per group.
+
+    Derived where the kernel produces only ``slot``: logical_block, offset, table_index, block_id.
+    """
+
+    level = "tensors"
+    derived: ClassVar[tuple[str, ...]] = ("logical_block", "offset", "table_index", "block_id")
+
+    group: int
+    block_size: int
+    table_stride: int                      # K
+    token: list[int]                       # index in the flat batch
+    request_id: list[str]
+    row: list[int]                         # row of the table that table_index counts in
+    position: list[int]
+    logical_block: list[int]
+    offset: list[int]
+    table_index: list[int]                 # row · K + logical_block: an index, not a block id
+    block_id: list[int]
+    slot: list[int]                        # block_id · block_size + offset
+    how: str = "torch"                     # compiled, interpreted or torch
+
+
+class MetadataBuilt(Event, kw_only=True, tag="metadata_built"):
+    """What the attention backend is handed."""
+
+    level = "tensors"
+
+    group: int
+    backend: str
+    shapes: dict[str, list[int]]
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class KernelLaunched(Event, kw_only=True, tag="kernel_launched"):
+    level = "kernels"
+
+    name: str
+    layer: str
+    grid: list[int]
+    meta: dict[str, Scalar]
+    how: Literal["compiled", "interpreted", "torch", "graph_replay"]
+
+
+class KvWritten(Event, kw_only=True, tag="kv_written"):
+    """What the writer itself reports, read back from the log it filled; parallel lists."""
+
+    level = "kernels"
+
+    layer: str
+    group: int
+    source: Literal["triton", "triton-interpreted", "torch"]
+    token: list[int]
+    slot: list[int]
+    block_id: list[int]
+    offset: list[int]
+    checksum: list[int]                    # sum of the raw bits of key and value, mod 2**32
+
+
+class KvRead(Event, kw_only=True, tag="kv_read"):
+    """Blocks the attention kernel read for the queries of one request."""
+
+    level = "kernels"
+
+    layer: str
+    group: int
+    source: Literal["triton", "triton-interpreted", "torch"]
+    request_id: str
+    block_ids: list[int]
+
+
+# ------------------------------------------------------------------ sampling and update_from_output
+
+
+class Candidate(msgspec.Struct, kw_only=True, gc=False):
+    token_id: int
+    text: str | None
+    logprob: float | None                  # None stands for minus infinity
+
+
+class TokensSampled(Event, kw_only=True, tag="tokens_sampled"):
+    level = "decisions"
+
+    request_id: str
+    row: int
+    token_id: int
+    text: str | None = None
+    logprob: float | None = None           # of the raw logits, before temperature and truncation
+    top: list[Candidate] = []
+    kept: bool                             # False: the prompt was not complete, discarded
+
+
+class RequestOutput(Event, kw_only=True, tag="request_output"):
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    num_cached_tokens: int
+
+
+class RequestFinished(Event, kw_only=True, tag="request_finished"):
+    request_id: str
+    finish_reason: str
+    stop_reason: str | int | None = None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    numbers: dict[str, Scalar] = {}        # for finish_reason "error": what could not fit
+
+
+class TextEmitted(Event, kw_only=True, tag="text_emitted"):
+    """The detokenizer released whole characters."""
+
+    request_id: str
+    text: str
+
+
+class StepFinished(Event, kw_only=True, tag="step_finished"):
+    volatile = ("stage_ns",)
+
+    stage_ns: dict[str, int]               # nanoseconds per stage
+    num_scheduled_tokens: int
+
+
+EVENT_TYPES: tuple[type[Event], ...] = tuple(Event.__subclasses__())
+KINDS: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENT_TYPES}
+
+
+def kind_of(event: Event) -> str:
+    """The snake_case name an event has in the file."""
+    return str(type(event).__struct_config__.tag)
