@@ -48,7 +48,7 @@ class TraceHeader(Event, kw_only=True, tag="trace_header"):
     version: tuple[int, int] = VERSION
     pagedlab: str
     source: dict[str, str]                 # engine, version
-    model: dict[str, Scalar | list[str]]   # name, layers, heads, …; empty when no model runs
+    model: dict[str, Scalar | list[Scalar]]   # name, layers, heads, …; empty when no model runs
     config: dict[str, Scalar]              # the EngineConfig, resolved
     tokenizer: dict[str, Scalar]
     record: Level
@@ -176,7 +176,7 @@ class RequestAdded(Event, kw_only=True, tag="request_added"):
     prompt_token_ids: list[int]
     prompt_token_texts: list[str] | None = None  # for people; None where there is no tokenizer
     prompt: str | None = None
-    sampling: dict[str, Scalar | list[int] | list[str]]
+    sampling: dict[str, Scalar | list[Scalar]]
     priority: int
     arrival_time: float
     cache_salt: str | None = None
