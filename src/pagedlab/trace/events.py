@@ -10,9 +10,13 @@ differ from run to run (``volatile``); the canonical form leaves those out.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from pagedlab.request import Request
+    from pagedlab.sched.output import SchedulerOutput
 
 LEVELS = ("steps", "decisions", "blocks", "tensors", "kernels")  # each contains the former
 Level = Literal["steps", "decisions", "blocks", "tensors", "kernels"]
@@ -54,6 +58,7 @@ class TraceHeader(Event, kw_only=True, tag="trace_header"):
     record: Level
     layers: str | list[int] = "all"        # layers whose kernels are traced
     clock: dict[str, int]                  # wall_ns and t_ns of the same moment
+    ends_with: str | None = None           # kind of the last record of a whole file
 
 
 class RequestState(msgspec.Struct, kw_only=True, gc=False):
@@ -93,6 +98,12 @@ class EngineSnapshot(Event, kw_only=True, tag="engine_snapshot"):
     ref_counts: dict[int, int]             # only where > 0, null block left out
     cached_blocks: dict[int, str]          # block id -> short hash
     rows: list[RowState]
+
+
+class TraceFinished(Event, kw_only=True, tag="trace_finished"):
+    """Last record of a file that was not cut off."""
+
+    num_records: int                       # this one included
 
 
 class TraceGap(Event, kw_only=True, tag="trace_gap"):
@@ -181,7 +192,23 @@ class RequestAdded(Event, kw_only=True, tag="request_added"):
     arrival_time: float
     cache_salt: str | None = None
     queue_key: list[Scalar]
-    block_hashes: list[str]                # short hashes of the full blocks known now
+    num_full_blocks: int                   # blocks its known tokens fill, at the hashed block size
+
+    @classmethod
+    def from_request(cls, request: Request, queue_key: tuple[Scalar, ...]) -> RequestAdded:
+        params = request.sampling_params
+        return cls(
+            request_id=request.request_id, prompt_token_ids=request.prompt_token_ids,
+            prompt_token_texts=request.prompt_token_texts, prompt=request.prompt,
+            sampling={
+                "max_tokens": request.max_tokens, "min_tokens": params.min_tokens, "temperature": params.temperature,
+                "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed,
+                "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": params.ignore_eos, "eos_token_id": request.eos_token_id,
+            },
+            priority=request.priority, arrival_time=request.arrival_time, cache_salt=request.cache_salt,
+            queue_key=list(queue_key), num_full_blocks=len(request.block_hashes),
+        )
 
 
 class RequestAborted(Event, kw_only=True, tag="request_aborted"):
@@ -412,7 +439,7 @@ class BlockFreed(Event, kw_only=True, tag="block_freed"):
     logical_block: int
     hash: str | None
     free_queue_index: int | None           # its place in the free queue, None while others hold it
-    why: Literal["finished", "preempted", "out_of_window"]
+    why: Literal["finished", "aborted", "preempted", "out_of_window"]
 
 
 class NewRequest(msgspec.Struct, kw_only=True, gc=False):
@@ -438,6 +465,25 @@ class StepScheduled(Event, kw_only=True, tag="step_scheduled"):
     preempted: list[str]
     finished_req_ids: list[str]
     num_common_prefix_blocks: list[int]
+
+    @classmethod
+    def from_output(cls, output: SchedulerOutput) -> StepScheduled:
+        known = output.scheduled_cached_reqs
+        return cls(
+            new=[
+                NewRequest(request_id=r.req_id, num_computed_tokens=r.num_computed_tokens, block_ids=list(r.block_ids))
+                for r in output.scheduled_new_reqs
+            ],
+            cached=[
+                CachedRequest(request_id=r, num_computed_tokens=computed, new_block_ids=b and list(b),
+                              resumed=r in known.resumed_req_ids)
+                for r, computed, b in zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
+            ],
+            num_scheduled_tokens=output.num_scheduled_tokens,
+            total_num_scheduled_tokens=output.total_num_scheduled_tokens,
+            preempted=output.preempted_req_ids, finished_req_ids=output.finished_req_ids,
+            num_common_prefix_blocks=output.num_common_prefix_blocks,
+        )
 
 
 # ------------------------------------------------------------------ the worker: _update_states

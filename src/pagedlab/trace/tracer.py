@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedlab.errors import UserError
-from pagedlab.trace.events import LEVELS, EngineSnapshot, Event, Level, TraceHeader
+from pagedlab.trace.events import LEVELS, EngineSnapshot, Event, Level, TraceFinished, TraceHeader
 
 if TYPE_CHECKING:
     from pagedlab.trace.trace import Trace
+
+
+SNAPSHOT_EVENTS = 8192  # most events a reader folds to get from a snapshot to any moment, give or take a step
 
 
 class Sink(Protocol):
@@ -61,7 +64,7 @@ class Tracer:
             raise UserError(f"record is {record!r}: choose one of {', '.join(LEVELS)}.")
         self._sinks, self._record, self.layers, self._snapshot_every = sinks, record, layers, snapshot_every
         self._seq, self._engine, self._step = 0, -1, -1
-        self._snapshot_step: dict[int, int] = {}  # engine -> step of its latest snapshot
+        self._snapshot_at: dict[int, tuple[int, int]] = {}  # engine -> step and seq of its latest snapshot
         self._has_header = False
         depth = LEVELS.index(record)
         self.on = True
@@ -71,6 +74,8 @@ class Tracer:
         """End recording; a trace that saw no engine still gets a header."""
         if self.on and not self._has_header:
             self._write_header({"model": {}, "config": {}, "tokenizer": {}})
+        if self.on:
+            self.emit(TraceFinished(num_records=self._seq + 1))
         self.on = self.decisions = self.blocks = self.tensors = self.kernels = False
         self._sinks = ()
 
@@ -86,12 +91,16 @@ class Tracer:
         self._engine, self._step = engine.engine_id, engine.step_id
         if not self._has_header:
             self._write_header(engine.describe())
-        last = self._snapshot_step.get(engine.engine_id)
-        if last is None or engine.step_id - last >= self._snapshot_every:
+        step, seq = self._snapshot_at.get(engine.engine_id, (-1, None))
+        if seq is None or engine.step_id - step >= self._snapshot_every or self._seq - seq >= SNAPSHOT_EVENTS:
             snapshot = engine.snapshot()
             if snapshot is not None:
-                self._snapshot_step[engine.engine_id] = engine.step_id
+                self._snapshot_at[engine.engine_id] = engine.step_id, self._seq
                 self.emit(snapshot)
+
+    def begin_step(self, step_id: int) -> None:
+        """What follows belongs to this step: called, guarded, where schedule() begins."""
+        self._step = step_id
 
     def traces_layer(self, layer_index: int) -> bool:
         """Whether kernel events of this layer are wanted."""
@@ -108,6 +117,7 @@ class Tracer:
                 source={"engine": "pagedlab", "version": __version__},
                 record=self._record,
                 layers=self.layers,
+                ends_with="trace_finished",
                 clock={"wall_ns": time.time_ns(), "t_ns": time.monotonic_ns()},
                 **about,
             )

@@ -1,0 +1,261 @@
+"""Traces on disk: JSON Lines, plain or as one zstd stream (``.zst``).
+
+The writer keeps the file readable up to its last flush, so that Ctrl-C, a crash or a full disk
+leave a prefix that opens. The reader trusts nothing: a trace may be a stranger's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Union
+
+import msgspec
+import zstandard
+
+from pagedlab.errors import UserError
+from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceHeader, kind_of
+
+MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
+MAX_RECORD_BYTES = 64 << 20  # no newline in so much: not JSON Lines
+FLUSH_BYTES = 1 << 18        # handed to the system at the latest after so much JSON …
+FLUSH_NS = 250_000_000       # … or so much time of the trace
+CHUNK_BYTES = 1 << 20
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[EVENT_TYPES])  # noqa: UP007
+_BAD_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+class TraceFile:
+    """A sink that writes events as they come; close it, or use it in a ``with``.
+
+    The file is created with the first event, so a run that is refused leaves none behind.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            what = "it is a directory" if self.path.is_dir() else f"there is no directory {self.path.parent}"
+            raise UserError(f"cannot write the trace {self.path}: {what}.")
+        self._file: BinaryIO | None = None
+        self._pending: list[bytes] = []
+        self._num_pending_bytes = 0
+        self._flushed_ns = 0
+        self._zstd = zstandard.ZstdCompressor().compressobj() if self.path.suffix == ".zst" else None
+
+    def append(self, event: Event, /) -> None:
+        line = encode(event)
+        self._pending.append(line)
+        self._num_pending_bytes += len(line)
+        # The header goes out at once: a file cut anywhere after it opens.
+        if (
+            self._num_pending_bytes >= FLUSH_BYTES
+            or event.t_ns - self._flushed_ns >= FLUSH_NS
+            or type(event) is TraceHeader
+        ):
+            self.flush()
+            self._flushed_ns = event.t_ns
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, as whole zstd blocks."""
+        data = b"\n".join(self._pending) + b"\n" if self._pending else b""
+        self._pending, self._num_pending_bytes = [], 0
+        if self._zstd is not None:
+            data = self._zstd.compress(data) + self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        self._write(data)
+
+    def close(self) -> None:
+        if self._file is None and not self._pending:
+            return
+        self.flush()
+        if self._zstd is not None:
+            self._write(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115  # closed by close()
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            raise UserError(f"cannot write the trace {self.path}: {error.strerror}.") from None
+
+
+def encode(event: Event) -> bytes:
+    """One record, without its newline; a character that UTF-8 cannot carry becomes U+FFFD."""
+    try:
+        return _ENCODER.encode(event)
+    except UnicodeEncodeError:  # half a surrogate pair, from an undecodable command line
+        return _ENCODER.encode(_without_surrogates(msgspec.to_builtins(event)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(v) for v in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return value
+
+
+def save_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
+    """Write all of it, or nothing: to a neighbour that then takes the name.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
+    try:
+        with TraceFile(partial) as file:
+            for event in events:
+                file.append(event)
+        os.replace(partial, target)
+    except OSError as error:
+        raise UserError(f"cannot write the trace {target}: {error.strerror}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_trace(path: str | os.PathLike[str]) -> list[Event]:
+    """All events of a file; what is odd but bearable is a notice on stderr.
+
+    Raises:
+        UserError: no such file, no valid header, an unknown major version, an invalid record
+            before the last, or more than ``MAX_BYTES`` of JSON.
+    """
+    lines = _Lines(Path(path))
+    try:
+        header = _read_header(lines)
+        events: list[Event] = [header]
+        num_unknown: dict[str, int] = {}
+        is_cut = _read_records(lines, events, num_unknown)
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error.strerror}.") from None
+    if num_unknown:
+        kinds = ", ".join(sorted(num_unknown)[:5]) + (", …" if len(num_unknown) > 5 else "")
+        notice(f"{path}: skipped {sum(num_unknown.values())} records of kinds this version does not know ({kinds})")
+    ends_early = header.ends_with is not None and kind_of(events[-1]) != header.ends_with
+    if is_cut or ends_early:
+        notice(f"{path}: the file is cut; showing its first {len(events)} records, up to step {events[-1].step}")
+    return events
+
+
+def notice(text: str) -> None:
+    print(f"pagedlab: notice: {text}", file=sys.stderr)
+
+
+def _read_header(lines: _Lines) -> TraceHeader:
+    line = next(lines, b"")
+    if not line:
+        what = "it is empty" if not lines.num_bytes else "its first line is not a trace header"
+        raise UserError(f"{lines.path} is not a pagedlab trace: {what}.")
+    try:
+        raw = msgspec.json.decode(line)
+    except _BAD_JSON:
+        raw = None
+    if not isinstance(raw, dict) or raw.get("kind") != "trace_header" or raw.get("format") != FORMAT:
+        raise UserError(f"{lines.path} is not a pagedlab trace: its first line is not a trace header.")
+    version = raw.get("version")
+    if isinstance(version, list) and version and isinstance(version[0], int) and version[0] != VERSION[0]:
+        raise UserError(
+            f"{lines.path} has trace format {'.'.join(str(v) for v in version)}, this pagedlab reads "
+            f"{VERSION[0]}.x: open it with the version that wrote it ({str(raw.get('pagedlab'))[:40]})."
+        )
+    try:
+        return _DECODER.decode(line)
+    except _BAD_JSON as error:
+        raise UserError(f"{lines.path} has no valid trace header: {error}.") from None
+
+
+def _read_records(lines: _Lines, events: list[Event], num_unknown: dict[str, int]) -> bool:
+    """Append the records after the header; True if the last one is only the beginning of one."""
+    decode, append = _DECODER.decode, events.append
+    for line in lines:
+        try:
+            event = decode(line)
+            if event.seq < 0 or type(event) is TraceHeader:
+                raise msgspec.ValidationError("a record without seq" if event.seq < 0 else "a second header")
+            append(event)
+        except _BAD_JSON as error:
+            kind = _unknown_kind(line)
+            if kind is not None:
+                num_unknown[kind] = num_unknown.get(kind, 0) + 1
+            elif next(lines, None) is None:
+                return True
+            else:
+                raise UserError(f"{lines.path}, line {lines.line_number - 1} is not a valid record: {error}.") from None
+    return False
+
+
+def _unknown_kind(line: bytes) -> str | None:
+    """The kind of a well-formed record that a later version may have written, else None."""
+    try:
+        raw = msgspec.json.decode(line)
+    except _BAD_JSON:
+        return None
+    kind = raw.get("kind") if isinstance(raw, dict) else None
+    return kind if isinstance(kind, str) and kind and kind not in KINDS else None
+
+
+class _Lines(Iterator[bytes]):
+    """Non-empty lines of a plain or zstd file, decompressed as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.line_number = 0      # of the latest line returned
+        self.num_bytes = 0        # decompressed so far
+        self._lines = self._read()
+
+    def __next__(self) -> bytes:
+        for line in self._lines:
+            self.line_number += 1
+            if line:
+                return line
+        raise StopIteration
+
+    def _read(self) -> Iterator[bytes]:
+        tail = b""
+        for chunk in self._chunks():
+            self.num_bytes += len(chunk)
+            if self.num_bytes > MAX_BYTES:
+                raise UserError(f"{self.path} holds more than {MAX_BYTES >> 30} GiB of records: record fewer steps.")
+            *lines, tail = (tail + chunk).split(b"\n")
+            yield from lines
+            if len(tail) > MAX_RECORD_BYTES:
+                raise UserError(f"{self.path} is no pagedlab trace: a line is over {MAX_RECORD_BYTES >> 20} MiB long.")
+        if tail:
+            yield tail
+
+    def _chunks(self) -> Iterator[bytes]:
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a directory, not a trace.")
+        if not self.path.exists():
+            raise UserError(f"there is no trace {self.path}.")
+        with open(self.path, "rb") as file:
+            is_zstd = file.read(len(_ZSTD_MAGIC)) == _ZSTD_MAGIC
+            file.seek(0)
+            source = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) if is_zstd else file
+            try:
+                while chunk := source.read(CHUNK_BYTES):
+                    yield chunk
+            except zstandard.ZstdError as error:
+                raise UserError(f"{self.path} is damaged: {error}.") from None
