@@ -58,9 +58,7 @@ def bits_per_byte(model: Qwen3ForCausalLM, tokenizer: Tokenizer, texts: list[str
                 break
             logits = model(input_ids=window[None]).logits[0].float()
             first = counted - start
-            nats += functional.cross_entropy(
-                logits[first - 1 : -1], window[first:], reduction="sum"
-            ).item()
+            nats += functional.cross_entropy(logits[first - 1 : -1], window[first:], reduction="sum").item()
             counted = start + len(window)
     return nats / math.log(2) / sum(len(t.encode()) for t in texts)
 
@@ -80,9 +78,7 @@ def compressor_bits_per_byte(training: list[str], held_out: list[str]) -> dict[s
     }
 
 
-def ngram_bits_per_byte(
-    tokenizer: Tokenizer, training: list[str], held_out: list[str]
-) -> dict[str, float]:
+def ngram_bits_per_byte(tokenizer: Tokenizer, training: list[str], held_out: list[str]) -> dict[str, float]:
     """5-gram models with interpolated Kneser-Ney smoothing, over bytes and over our tokens."""
     size = sum(len(t.encode()) for t in held_out)
 
@@ -176,7 +172,7 @@ tied embeddings |
 in float32 |
 | Tokenizer | byte-level BPE trained on the same text; `<|endoftext|>` is id 0 |
 | Source | Jane Austen's six novels, from the Debian package r-cran-janeaustenr |
-| Licence | text: public domain; tokenizer and weights: as the rest of this repository |
+| Licence | text: public domain; tokenizer and weights: Apache-2.0, as this repository |
 """
     for name, value in training_facts.items():
         card += f"| {name} | {value} |\n"

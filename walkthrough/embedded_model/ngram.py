@@ -47,7 +47,8 @@ class KneserNey:
                     contexts,
                     totals=numpy.add.reduceat(counts, first),
                     kinds=numpy.diff(numpy.append(first, len(grams))),
-                    discount=float(once / max(once + 2 * twice, 1)),
+                    # something must be left for symbols never seen, however small the text
+                    discount=max(float(once / max(once + 2 * twice, 1)), 0.1),
                 ),
             )
             grams, counts = numpy.unique(grams % alphabet ** (k - 1), return_counts=True)
