@@ -1,0 +1,61 @@
+"""How a kernel is run: compiled for the GPU, under Triton's interpreter, or as its torch twin.
+
+The index kernels are plain functions written in Triton's language; this module turns one into a
+launchable kernel on first use, so that a file of kernels imports without triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pagedlab.errors import UserError
+
+How = Literal["compiled", "interpreted", "torch"]
+
+
+@cache
+def kernel(source: Callable[..., None], how: How) -> Any:
+    """The launchable form of a kernel's source: ``kernel(f, how)[grid](...)``.
+
+    Raises:
+        UserError: triton is not installed.
+    """
+    try:
+        import triton
+    except ImportError:
+        raise UserError(
+            "triton is not installed: install pagedlab[triton], or choose the attention backend torch."
+        ) from None
+    if how == "compiled":
+        return triton.jit(source)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(source)
+
+
+@dataclass(frozen=True)
+class PointerTable:
+    """Several [rows, K_g] int32 tables, one per KV-cache group, that one kernel launch reads.
+
+    A kernel cannot take a list of tensors; it takes their addresses and follows the one of its
+    group. The tensors must therefore stay where they are for as long as the table is used.
+    """
+
+    tables: tuple[Tensor, ...]  # G × [rows, K_g] int32
+    pointers: Tensor            # [G] uint64   group -> address of its table
+    strides: Tensor             # [G] int64    group -> K_g, entries from row to row
+
+    @classmethod
+    def of(cls, tables: Sequence[Tensor]) -> PointerTable:
+        device = tables[0].device
+        return cls(
+            tables=tuple(tables),
+            pointers=torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64, device=device),
+            strides=torch.tensor([t.stride(0) for t in tables], dtype=torch.int64, device=device),
+        )
