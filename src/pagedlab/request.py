@@ -34,6 +34,7 @@ class Request:
 
     __slots__ = (
         "request_id", "sampling_params", "priority", "arrival_time", "cache_salt", "eos_token_id",
+        "prompt", "prompt_token_texts",
         "num_prompt_tokens", "max_tokens", "all_token_ids", "block_hashes", "_hash_new_full_blocks",
         "status", "stop_reason", "num_computed_tokens", "num_cached_tokens", "num_preemptions",
     )
@@ -49,6 +50,8 @@ class Request:
         cache_salt: str | None = None,     # only requests with the same salt share blocks
         eos_token_id: int | None = None,
         block_hasher: Callable[[Request], list[bytes]] | None = None,  # None: no prefix caching
+        prompt: str | None = None,                        # text, for people who read the trace
+        prompt_token_texts: list[str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -56,6 +59,8 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
         self.eos_token_id = eos_token_id
+        self.prompt = prompt
+        self.prompt_token_texts = prompt_token_texts
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = sampling_params.max_tokens  # None: up to max_model_len
         self.all_token_ids = list(prompt_token_ids)   # prompt, then output

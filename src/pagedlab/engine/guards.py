@@ -1,0 +1,129 @@
+"""What stands between a user and the scheduler's faithful faults.
+
+The Scheduler follows vLLM 0.14.1 also where a hopeless request makes it spin or starve others. These
+guards live outside it: the door refuses what can never fit, and a watch ends what cannot go on.
+"""
+
+from __future__ import annotations
+
+from pagedlab.errors import UserError
+from pagedlab.request import Request
+from pagedlab.sched.scheduler import Scheduler
+from pagedlab.trace.events import RequestRefused, Scalar
+from pagedlab.trace.tracer import trace
+
+MAX_STEPS_WITHOUT_PROGRESS = 100
+
+
+def check_at_the_door(scheduler: Scheduler, request: Request) -> None:
+    """Refuse what the scheduler would keep waiting for ever.
+
+    Raises:
+        UserError: the id is in use, the prompt is empty, leaves no room for one output token, does
+            not fit the budget in one piece with chunked prefill off, or needs more blocks than exist.
+    """
+    refusal = _find_refusal(scheduler, request)
+    if refusal is None:
+        return
+    reason, message, numbers = refusal
+    if trace.on:
+        trace.emit(
+            RequestRefused(request_id=request.request_id, reason=reason, message=message, numbers=numbers)
+        )
+    raise UserError(message)
+
+
+def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dict[str, Scalar]] | None:
+    config, length = scheduler.config, request.num_prompt_tokens
+    name = f"request {request.request_id}"
+    if request.request_id in scheduler.requests:
+        return "id_in_use", f"{name} is still running: wait for it, abort it, or use another id.", {}
+    if length == 0:
+        return "empty_prompt", f"{name} has an empty prompt: give at least one token.", {}
+    if length >= config.max_model_len:
+        message = (
+            f"{name} has a prompt of {length} tokens, but max_model_len is {config.max_model_len} and one token "
+            "of output needs room: shorten the prompt or raise max_model_len."
+        )
+        return "prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len}
+    budget = config.max_num_batched_tokens
+    if not config.enable_chunked_prefill and not config.long_prefill_token_threshold and length > budget:
+        message = (
+            f"{name} has a prompt of {length} tokens, but the budget is {budget} tokens a step and chunked prefill "
+            "is off: switch it on or raise max_num_batched_tokens."
+        )
+        return "larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget}
+    needed = most_blocks_held(scheduler, length)
+    usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
+    if needed > usable:
+        message = (
+            f"{name} has a prompt of {length} tokens that needs {needed} blocks, but the pool has {usable} usable "
+            "blocks: shorten the prompt or give the pool more blocks (num_blocks or kv_cache_memory)."
+        )
+        return "never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable}
+    return None
+
+
+def most_blocks_held(scheduler: Scheduler, num_tokens: int) -> int:
+    """Blocks that a request alone in the engine holds at its worst while ``num_tokens`` are computed.
+
+    Full attention keeps every block. A sliding window first frees what is out of sight and then
+    takes the next chunk's blocks, so with chunks its pool can be smaller than the prompt.
+    """
+    config = scheduler.config
+    chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or num_tokens)
+    most = 0
+    for computed in range(0, num_tokens, chunk):
+        known = min(computed + chunk, num_tokens)
+        held = sum(
+            -(-known // group.block_size) - group.num_skipped_blocks(computed)
+            for group in scheduler.kv_cache_manager.groups
+        )
+        most = max(most, held)
+    return most
+
+
+class ProgressWatch:
+    """Notices when no request gets anywhere any more.
+
+    Progress is a token emitted, or a request that reaches more computed tokens than ever before.
+    """
+
+    def __init__(self) -> None:
+        self._furthest: dict[str, int] = {}  # request -> most tokens ever computed
+        self._steps_without = 0
+
+    def hopeless(self, scheduler: Scheduler, scheduled: dict[str, int], num_outputs: int) -> Request | None:
+        """To be asked after each step; the request at fault once 100 steps brought nothing.
+
+        That is the running request if there is one (it preempts itself again and again), else the
+        head of the waiting queue (it does not fit, and nobody may overtake it).
+        """
+        progress = num_outputs > 0
+        for request_id in scheduled:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.num_computed_tokens > self._furthest.get(request_id, 0):
+                self._furthest[request_id] = request.num_computed_tokens
+                progress = True
+            elif request is None:
+                self._furthest.pop(request_id, None)
+        self._steps_without = 0 if progress or not scheduler.requests else self._steps_without + 1
+        if self._steps_without < MAX_STEPS_WITHOUT_PROGRESS:
+            return None
+        self._steps_without = 0
+        return scheduler.running[0] if scheduler.running else scheduler.waiting.peek()
+
+
+def explain_hopeless(scheduler: Scheduler, request: Request) -> tuple[str, dict[str, Scalar]]:
+    """The sentence and the numbers for a request that was ended with finish reason ``error``."""
+    usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
+    needed = most_blocks_held(scheduler, request.num_tokens)
+    message = (
+        f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: its "
+        f"{request.num_tokens} tokens need {needed} blocks and the pool has {usable} usable blocks "
+        "(num_blocks counts the null block too); give the pool more blocks or ask for fewer tokens."
+    )
+    return message, {
+        "num_tokens": request.num_tokens, "num_needed_blocks": needed, "num_usable_blocks": usable,
+        "steps_without_progress": MAX_STEPS_WITHOUT_PROGRESS,
+    }

@@ -1,0 +1,99 @@
+"""The longest prefix of a request whose blocks are cached, in every group.
+
+Source: find_longest_cache_hit in vllm/v1/core/single_type_kv_cache_manager.py and
+HybridKVCacheCoordinator in vllm/v1/core/kv_cache_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from pagedlab.kv.block import KVCacheBlock
+from pagedlab.kv.block_pool import BlockPool
+from pagedlab.kv.group import KVCacheGroup
+from pagedlab.request import Request
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """Blocks to start a table with, per group; null blocks before a window."""
+
+    num_tokens: int
+    blocks: tuple[list[KVCacheBlock], ...]
+
+
+def find_longest_cache_hit(
+    pool: BlockPool, groups: Sequence[KVCacheGroup], request: Request, max_length: int
+) -> PrefixHit:
+    """Search at most ``max_length`` tokens; the hit must hold in every group.
+
+    Each group can only shorten what the others found, so the groups are asked in turn, full
+    attention first, until nobody shortens it any more. With different block sizes the hit is a
+    multiple of all of them.
+    """
+    alignment = lcm(*(group.block_size for group in groups))
+    hits: list[list[KVCacheBlock]] = [[] for _ in groups]
+    searched_full = [False] * len(groups)
+    order = sorted(range(len(groups)), key=lambda g: groups[g].sliding_window is not None)
+    hit_length = max_length
+    while True:
+        length = hit_length
+        for g in order:
+            group = groups[g]
+            if searched_full[g]:
+                del hits[g][length // group.block_size :]  # any beginning of a full hit is a hit
+            else:
+                search = _search_full if group.sliding_window is None else _search_window
+                hits[g] = search(pool, group, group.block_hashes(request), length, alignment)
+                searched_full[g] = group.sliding_window is None
+            length = len(hits[g]) * group.block_size
+        if length == hit_length or len(groups) == 1:
+            return PrefixHit(length, tuple(hits))
+        hit_length = length
+
+
+def _search_full(
+    pool: BlockPool, group: KVCacheGroup, hashes: Sequence[bytes], max_length: int, alignment: int
+) -> list[KVCacheBlock]:
+    """Left to right, up to the first block that is not cached."""
+    hit: list[KVCacheBlock] = []
+    for block_hash in hashes[: max_length // group.block_size]:
+        block = pool.get_cached_block(block_hash, group.group_id)
+        if block is None:
+            break
+        hit.append(block)
+    while len(hit) * group.block_size % alignment:
+        hit.pop()
+    return hit
+
+
+def _search_window(
+    pool: BlockPool, group: KVCacheGroup, hashes: Sequence[bytes], max_length: int, alignment: int
+) -> list[KVCacheBlock]:
+    """Right to left, up to an unbroken run as long as the window looks back.
+
+    Window 5 and block size 4: the next token looks back 4 tokens, so one cached block is enough,
+    and a table [·, ·, 9] is a hit of three blocks. At the very beginning a shorter run will do.
+    """
+    assert group.sliding_window is not None
+    blocks_in_sight = -(-(group.sliding_window - 1) // group.block_size)
+    num_blocks = min(max_length // group.block_size, len(hashes))
+    hit = [pool.null_block] * num_blocks
+    run = 0
+    for i in range(num_blocks - 1, -1, -1):
+        block = pool.get_cached_block(hashes[i], group.group_id)
+        if block is None:
+            run = 0
+            continue
+        if run == 0 and (i + 1) * group.block_size % alignment:
+            continue
+        hit[i] = block
+        run += 1
+        if run >= blocks_in_sight:
+            return hit[: i + run]
+    del hit[run:]
+    while len(hit) * group.block_size % alignment:
+        hit.pop()
+    return hit
