@@ -1,0 +1,122 @@
+"""The seam between models and attention implementations (vllm/v1/attention/backend.py, selector.py).
+
+A backend is chosen once, when the model is built. It gives each layer its implementation and each
+KV-cache group the builder of its per-step metadata.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedlab.attention.metadata import CommonAttentionMetadata
+from pagedlab.errors import UserError
+from pagedlab.kernels.reshape_and_cache import write_log_columns
+from pagedlab.kv.specs import AttentionSpec
+from pagedlab.trace.events import KernelLaunched, KvRead, KvWritten
+from pagedlab.trace.tracer import trace
+
+
+@dataclass(frozen=True)
+class AttentionLayerConfig:
+    """What one layer's implementation needs to know; never changes."""
+
+    layer_name: str              # "model.layers.3.self_attn.attn"
+    layer_index: int
+    num_heads: int               # query heads
+    num_kv_heads: int
+    head_size: int
+    scale: float                 # scores are multiplied by it
+    sliding_window: int | None   # tokens a query sees, itself included; None for all
+
+
+class AttentionImpl(ABC):
+    """Computes one layer's attention over the paged cache."""
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+        """Write all keys and values of the step, then attend.
+
+        In this order for all rows: a row may read blocks that another one fills in the same step.
+
+        Args:
+            query: [T, num_heads, head_size]
+            key, value: [T, num_kv_heads, head_size]
+            kv_cache: [2, num_blocks, block_size, num_kv_heads, head_size]
+            metadata: what this backend's builder made for the layer's group
+
+        Returns:
+            [T, num_heads, head_size]; zero for padding tokens.
+        """
+
+    def wants_log(self) -> bool:
+        """Whether the kernels of this layer are to log what they do: a compile-time flag of theirs."""
+        return trace.kernels and trace.traces_layer(self.config.layer_index)
+
+    def report_launch(self, name: str, grid: tuple[int, ...], meta: dict[str, Any], how: str) -> None:
+        if trace.kernels:
+            trace.emit(
+                KernelLaunched(name=name, layer=self.config.layer_name, grid=list(grid), meta=meta, how=how)  # type: ignore[arg-type]
+            )
+
+    def report_writes(self, group: int, source: str, log: Tensor) -> None:
+        if trace.kernels:
+            columns = write_log_columns(log)
+            trace.emit(KvWritten(layer=self.config.layer_name, group=group, source=source, **columns))  # type: ignore[arg-type]
+
+    def report_reads(self, group: int, source: str, req_ids: list[str], log: Tensor) -> None:
+        """One event per request; ``log`` is [R, K] int32 and holds -1 where a table entry was not read."""
+        if trace.kernels:
+            for request_id, entries in zip(req_ids, log.tolist(), strict=False):
+                block_ids = [block_id for block_id in entries if block_id >= 0]
+                trace.emit(
+                    KvRead(
+                        layer=self.config.layer_name, group=group, source=source,  # type: ignore[arg-type]
+                        request_id=request_id, block_ids=block_ids,
+                    )
+                )
+
+
+class MetadataBuilder(ABC):
+    """Builds, once per step and KV-cache group, what the group's layers need."""
+
+    def __init__(self, group_id: int, spec: AttentionSpec) -> None:
+        self.group_id, self.spec = group_id, spec
+
+    @abstractmethod
+    def build(self, common: CommonAttentionMetadata) -> Any: ...
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention."""
+
+    name: str
+
+    @abstractmethod
+    def make_impl(self, config: AttentionLayerConfig) -> AttentionImpl: ...
+
+    @abstractmethod
+    def make_builder(self, group_id: int, spec: AttentionSpec) -> MetadataBuilder: ...
+
+
+def choose_attention_backend(name: str, device: torch.device, *, head_size: int, block_sizes: list[int],
+                             dtype: torch.dtype) -> AttentionBackend:
+    """The backend called ``name``; "auto" is torch on a CPU and triton on a GPU.
+
+    Raises:
+        UserError: the backend cannot run here, or not with this block or head size.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
+        from pagedlab.attention.torch_backend import TorchBackend
+
+        return TorchBackend()
+    raise UserError(f"attention_backend is {name!r}: choose torch or auto.")

@@ -1,0 +1,177 @@
+"""Attention in plain torch: fast on a CPU, the reference on a GPU.
+
+Reads the paged cache through the block table: the blocks of a row are gathered, then one
+``scaled_dot_product_attention`` serves many decodes of similar length, or one prefill chunk.
+Memory that this step's requests did not write (the tail of a last block, the null block) may hold
+NaN; it is never part of the arithmetic, as 0 · NaN would be NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedlab.attention.backends import AttentionBackend, AttentionImpl, AttentionLayerConfig, MetadataBuilder
+from pagedlab.attention.metadata import CommonAttentionMetadata, emit_metadata_built
+from pagedlab.kernels.reshape_and_cache import new_write_log, reshape_and_cache_reference
+from pagedlab.kv.specs import AttentionSpec
+from pagedlab.trace.tracer import trace
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Rows whose queries are answered by one call: B rows of Q queries over S positions."""
+
+    batch_idx: list[int]         # [B]
+    tokens: Tensor               # [B · Q] int64     their places in the flat batch
+    block_ids: Tensor            # [B, n] int64      from the first visible block on
+    first_block: Tensor          # [B] int64         logical block that column 0 is
+    num_blocks: Tensor           # [B] int64         columns beyond repeat the row's last block
+    num_positions: int           # S <= n · block_size
+    unwritten: Tensor | None     # int64             places of [B · n · block_size] without KV
+    mask: Tensor | None          # [B, 1, Q, S]      0 or -inf, None if all is seen or is_causal says it
+    is_causal: bool              # query i sees positions 0 to i
+
+
+@dataclass(frozen=True)
+class TorchAttentionMetadata:
+    common: CommonAttentionMetadata
+    calls: list[Attended]
+
+
+class TorchMetadataBuilder(MetadataBuilder):
+    """Plans a step's calls: each prefill chunk alone, decodes together with those of similar length."""
+
+    def build(self, common: CommonAttentionMetadata) -> TorchAttentionMetadata:
+        seq_lens = common.seq_lens.tolist()
+        starts = common.query_start_loc.tolist()
+        alike: dict[object, list[int]] = {}  # what makes rows alike -> batch_idx
+        for batch_idx, query_len in enumerate(common.query_lens):
+            if query_len > 1:
+                alike[("prefill", batch_idx)] = [batch_idx]
+            elif query_len == 1:  # padding to the longest at most doubles the work
+                alike.setdefault(self._num_visible(seq_lens[batch_idx]).bit_length(), []).append(batch_idx)
+        calls = [self._plan(common, rows, seq_lens, starts) for rows in alike.values()]
+        if trace.tensors:
+            emit_metadata_built(
+                common, "torch", {f"block_ids.{i}": call.block_ids for i, call in enumerate(calls)}
+            )
+        return TorchAttentionMetadata(common, calls)
+
+    def _num_visible(self, seq_len: int) -> int:
+        return seq_len if self.spec.sliding_window is None else min(seq_len, self.spec.sliding_window)
+
+    def _plan(
+        self, common: CommonAttentionMetadata, rows: list[int], seq_lens: list[int], starts: list[int]
+    ) -> Attended:
+        """Which blocks are gathered and who sees what.
+
+        Block size 4, one decode with seq_len 10, window 3: its query at position 9 sees 7 to 9,
+        so blocks 1 and 2 are gathered, 8 positions from 4 on; 4 to 6 are masked, 10 and 11 unwritten.
+        """
+        block_size, window, device = self.spec.block_size, self.spec.sliding_window, common.block_table.device
+        query_len = common.query_lens[rows[0]]
+        row = torch.tensor(rows, device=device)                                    # [B] int64
+        seq_len = torch.tensor([seq_lens[i] for i in rows], device=device)         # [B] int64
+        first_query = seq_len - query_len                                          # [B] int64  its position
+        first_seen = torch.zeros_like(seq_len) if window is None else (first_query - window + 1).clamp(min=0)
+        first_block = first_seen // block_size                                     # [B] int64
+        num_blocks = (seq_len + block_size - 1) // block_size - first_block        # [B] int64
+        n = int(num_blocks.max())
+        column = torch.arange(n, device=device)
+        logical_block = first_block[:, None] + torch.minimum(column, num_blocks[:, None] - 1)  # [B, n] int64
+        block_ids = common.block_table[row[:, None], logical_block].long()         # [B, n] int64
+        num_positions = n * block_size
+        if len(rows) == 1:
+            num_positions = seq_lens[rows[0]] - int(first_block) * block_size
+        position = (first_block * block_size)[:, None] + torch.arange(num_positions, device=device)  # [B, S]
+        tokens = torch.tensor([t for i in rows for t in range(starts[i], starts[i] + query_len)], device=device)
+        mask, is_causal = self._mask(position, first_query, query_len)
+        return Attended(
+            batch_idx=rows,
+            tokens=tokens,
+            block_ids=block_ids,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            num_positions=num_positions,
+            unwritten=None if len(rows) == 1 else (position >= seq_len[:, None]).flatten().nonzero().flatten(),
+            mask=mask,
+            is_causal=is_causal,
+        )
+
+    def _mask(self, position: Tensor, first_query: Tensor, query_len: int) -> tuple[Tensor | None, bool]:
+        """Query at position p sees key positions p - window + 1 to p."""
+        window = self.spec.sliding_window
+        if query_len > 1 and position.shape[1] == query_len and (window is None or query_len <= window):
+            return None, True
+        query = first_query[:, None] + torch.arange(query_len, device=position.device)  # [B, Q] positions
+        seen = position[:, None, :] <= query[:, :, None]                                # [B, Q, S]
+        if window is not None:
+            seen &= position[:, None, :] > query[:, :, None] - window
+        if bool(seen.all()):
+            return None, False
+        mask = torch.zeros(seen.shape, dtype=getattr(torch, self.spec.dtype), device=position.device)
+        return mask.masked_fill_(~seen, float("-inf"))[:, None], False
+
+
+class TorchImpl(AttentionImpl):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: TorchAttentionMetadata
+    ) -> Tensor:
+        common = metadata.common
+        log = new_write_log(len(key), key.device) if self.wants_log() else None
+        reshape_and_cache_reference(key, value, kv_cache, common.slot_mapping, log)
+        if trace.kernels and log is not None:
+            self.report_launch("reshape_and_cache", (), {"num_tokens": len(key)}, "torch")
+            self.report_writes(common.group_id, "torch", log)
+        reads = torch.full(common.block_table.shape, -1) if log is not None else None  # [R, K]
+        output = paged_attention_reference(query, kv_cache, metadata.calls, self.config.scale, reads)
+        if trace.kernels and reads is not None:
+            self.report_launch("paged_attention", (), {"calls": len(metadata.calls)}, "torch")
+            self.report_reads(common.group_id, "torch", common.req_ids, reads)
+        return output
+
+
+def paged_attention_reference(
+    query: Tensor,               # [T, num_heads, head_size]
+    kv_cache: Tensor,            # [2, num_blocks, block_size, num_kv_heads, head_size]
+    calls: list[Attended],
+    scale: float,
+    reads: Tensor | None = None,  # [R, K]  block ids that were gathered, -1 elsewhere; filled if given
+) -> Tensor:                     # [T, num_heads, head_size]
+    """Answer every query from the cache; padding tokens get zeros."""
+    output = torch.zeros_like(query)
+    for call in calls:
+        key, value = (_gather(cache, call) for cache in kv_cache)                # [B, num_kv_heads, S, head_size]
+        rows = query[call.tokens].view(len(call.batch_idx), -1, *query.shape[1:]).transpose(1, 2)  # [B, num_heads, Q, head_size]
+        attended = F.scaled_dot_product_attention(
+            rows, key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=scale, enable_gqa=True
+        )
+        output[call.tokens] = attended.transpose(1, 2).flatten(0, 1)
+        if reads is not None:
+            for row, batch_idx in enumerate(call.batch_idx):
+                first, count = int(call.first_block[row]), int(call.num_blocks[row])
+                reads[batch_idx, first : first + count] = call.block_ids[row, :count]
+    return output
+
+
+def _gather(cache: Tensor, call: Attended) -> Tensor:
+    """Copy the rows' blocks side by side, zeros where there is no KV: [B, num_kv_heads, S, head_size]."""
+    blocks = cache.index_select(0, call.block_ids.flatten())        # [B · n, block_size, num_kv_heads, head_size]
+    positions = blocks.flatten(0, 1)                                # [B · n · block_size, num_kv_heads, head_size]
+    if call.unwritten is not None:
+        positions.index_fill_(0, call.unwritten, 0)
+    return positions.view(len(call.batch_idx), -1, *cache.shape[2:])[:, : call.num_positions].transpose(1, 2)
+
+
+class TorchBackend(AttentionBackend):
+    name = "torch"
+
+    def make_impl(self, config: AttentionLayerConfig) -> AttentionImpl:
+        return TorchImpl(config)
+
+    def make_builder(self, group_id: int, spec: AttentionSpec) -> MetadataBuilder:
+        return TorchMetadataBuilder(group_id, spec)

@@ -1,0 +1,97 @@
+"""The pieces that Qwen3 is made of (vllm/model_executor/layers)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Memory that the loader fills; inference needs no gradients."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean taken in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_weight(size, dtype=dtype, device=device)  # [size]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class MergedLinear(nn.Module):
+    """y = x Wᵀ (+ b), where W may be several checkpoint tensors stacked: one product instead of three.
+
+    With parts {"q_proj": 4, "k_proj": 2, "v_proj": 2}, rows 4 and 5 of ``weight`` are k_proj's.
+    """
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], dtype: torch.dtype, device: torch.device, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = empty_weight(sum(parts.values()), in_features, dtype=dtype, device=device)  # [out, in]
+        self.bias = empty_weight(sum(parts.values()), dtype=dtype, device=device) if bias else None  # [out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] → [T, out]"""
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name → the rows of ours that it fills."""
+        sizes = list(self.parts.values())
+        names = [f"{prefix}.{part}" if part else prefix for part in self.parts]
+        targets = {f"{name}.weight": rows for name, rows in zip(names, self.weight.split(sizes), strict=True)}
+        if self.bias is not None:
+            targets |= {f"{name}.bias": rows for name, rows in zip(names, self.bias.split(sizes), strict=True)}
+        return targets
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns pairs (x[i], x[i + head_size/2]) by position · theta^(-2i/head_size); no trained weights."""
+
+    def __init__(
+        self, head_size: int, theta: float, max_position: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        inv_freq = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
+        angles = torch.arange(max_position, dtype=torch.float32, device=device)[:, None] * inv_freq
+        self.cos = angles.cos().to(dtype)  # [max_position, head_size / 2]
+        self.sin = angles.sin().to(dtype)  # [max_position, head_size / 2]
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Looked up once per step, used by every layer: two of [T, 1, head_size / 2]."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to [T, heads, head_size].
+
+    With head_size 2, x = [1, 0] and an angle of 90°, the result is [0, 1].
+    """
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, device)
+        self.down_proj = MergedLinear(intermediate_size, {"down_proj": hidden_size}, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        return self.gate_up_proj.checkpoint_tensors(prefix) | self.down_proj.checkpoint_tensors(prefix)

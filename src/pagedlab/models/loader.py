@@ -1,0 +1,124 @@
+"""Weights from safetensors files into a model (vllm/model_executor/model_loader).
+
+Each checkpoint tensor is copied into the part of our merged weights that it fills, converted to
+the wanted dtype on the way. All names and shapes are compared before the first byte is copied.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pagedlab.attention.backends import AttentionBackend
+from pagedlab.errors import UserError
+from pagedlab.models.config import ModelConfig
+from pagedlab.models.qwen3 import Qwen3ForCausalLM
+from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shard: Path
+    shape: tuple[int, ...]
+
+
+def load_model(
+    model_dir: Path, model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype,
+    attention_backend: AttentionBackend,
+) -> Qwen3ForCausalLM:
+    """Build the model that the config describes and fill it from the directory's weights.
+
+    Raises:
+        UserError: no weights, a shard that is missing or cut off, a tensor that is missing, that the
+            config has no place for, or that has another shape than the config says.
+    """
+    stored = read_headers(Path(model_dir))
+    model = new_model(model_config, device=device, dtype=dtype, attention_backend=attention_backend)
+    targets = model.checkpoint_tensors()
+    _compare(stored, targets, model_config, Path(model_dir))
+    by_shard: dict[Path, list[str]] = {}
+    for name in targets:
+        by_shard.setdefault(stored[name].shard, []).append(name)
+    for shard, names in by_shard.items():
+        with safe_open(shard, framework="pt") as file:
+            for name in names:
+                targets[name].copy_(file.get_tensor(name))
+    return model
+
+
+def new_model(
+    model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype, attention_backend: AttentionBackend
+) -> Qwen3ForCausalLM:
+    """The model with uninitialised weights."""
+    model_class = Qwen3MoeForCausalLM if model_config.num_experts else Qwen3ForCausalLM
+    return model_class(model_config, attention_backend, dtype, device).eval()
+
+
+def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
+    """Name → place and shape of every tensor in the directory's shards, from their headers alone."""
+    index = model_dir / INDEX_NAME
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise UserError(f"{index} is not a safetensors index: it needs a weight_map.") from None
+    elif (model_dir / SINGLE_NAME).is_file():
+        shards = [SINGLE_NAME]
+    else:
+        raise UserError(f"{model_dir} has no weights: it needs {SINGLE_NAME} or {INDEX_NAME} with its shards.")
+    if missing := [shard for shard in shards if not (model_dir / shard).is_file()]:
+        raise UserError(f"{model_dir} lacks {missing[0]}, which {INDEX_NAME} names: copy or download it again.")
+    stored: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name, tensor in _read_header(model_dir / shard).items():
+            stored[name] = StoredTensor(model_dir / shard, tuple(tensor["shape"]))
+    return stored
+
+
+def _read_header(shard: Path) -> dict[str, dict[str, Any]]:
+    """A shard is: length of the header (8 bytes), the header (JSON), then the tensors' bytes."""
+    try:
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if size < 8 or header_size > size - 8:
+                raise UserError(f"{shard} is cut off: its header alone should take {header_size} bytes.")
+            header = json.loads(file.read(header_size))
+        header.pop("__metadata__", None)
+        needed = 8 + header_size + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{shard} is not a safetensors file.") from None
+    if size != needed:
+        raise UserError(f"{shard} is cut off or damaged: it has {size} bytes where its header promises {needed}.")
+    return header
+
+
+def _compare(
+    stored: dict[str, StoredTensor], targets: dict[str, Tensor], config: ModelConfig, model_dir: Path
+) -> None:
+    """Hold the file against the config; a tied model may still store its head."""
+    if missing := [name for name in targets if name not in stored]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{model_dir} has no tensor {missing[0]}{more}, which its config.json asks for.")
+    for name, target in targets.items():
+        if stored[name].shape != tuple(target.shape):
+            raise UserError(
+                f"{model_dir}: {name} has shape {list(stored[name].shape)}, "
+                f"but config.json asks for {list(target.shape)}."
+            )
+    known = {*targets, "lm_head.weight"} if config.tie_word_embeddings else targets
+    if extra := sorted(name for name in stored if name not in known and not name.endswith(".inv_freq")):
+        raise UserError(
+            f"{model_dir} holds {len(extra)} tensors that its config.json has no place for, such as {extra[0]}."
+        )
