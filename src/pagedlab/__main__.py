@@ -1,0 +1,5 @@
+"""``python -m pagedlab``."""
+
+from pagedlab.cli import main
+
+main()

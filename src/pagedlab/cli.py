@@ -1,0 +1,80 @@
+"""The command line: ``pagedlab COMMAND``.
+
+Results go to stdout; notices, progress and errors to stderr. An error is one line that starts with
+``pagedlab: ``. Exit status: 0 done, 1 a difference or violation was found, 2 bad input, 130 after
+Ctrl-C. Nothing here imports torch; a command does when it needs an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from pagedlab.commands.bench import bench
+from pagedlab.commands.conformance import conformance
+from pagedlab.commands.doctor import doctor
+from pagedlab.commands.generate import generate
+from pagedlab.commands.inspect import check, diff, replay, why
+from pagedlab.commands.scenarios import scenarios
+from pagedlab.commands.trace import trace
+from pagedlab.errors import UserError
+from pagedlab.simulate.cli import simulate_command
+from pagedlab.version import __version__
+
+app = typer.Typer(
+    name="pagedlab",
+    help="See how a paged-attention LLM engine works, on a real one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (trace, replay, why, check, diff, conformance, scenarios, generate, bench, doctor):
+    app.command()(command)
+app.command("simulate")(simulate_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pagedlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; turn every foreseen failure into one line and a status."""
+    try:
+        status = app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except click.UsageError as error:
+        _fail(f"{error.format_message()} See pagedlab {_command_of(error)}--help.")
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except (KeyboardInterrupt, click.Abort):
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; keep the interpreter from flushing into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    raise SystemExit(status or 0)
+
+
+def _command_of(error: click.UsageError) -> str:
+    name = error.ctx.info_name if error.ctx else None
+    return f"{name} " if name and name != "pagedlab" else ""
+
+
+def _fail(message: str) -> None:
+    print(f"pagedlab: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
