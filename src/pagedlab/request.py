@@ -33,10 +33,24 @@ class Request:
     """
 
     __slots__ = (
-        "request_id", "sampling_params", "priority", "arrival_time", "cache_salt", "eos_token_id",
-        "prompt", "prompt_token_texts",
-        "num_prompt_tokens", "max_tokens", "all_token_ids", "block_hashes", "_hash_new_full_blocks",
-        "status", "stop_reason", "num_computed_tokens", "num_cached_tokens", "num_preemptions",
+        "_hash_new_full_blocks",
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "eos_token_id",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "prompt",
+        "prompt_token_texts",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
     )
 
     def __init__(

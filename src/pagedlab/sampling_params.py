@@ -67,7 +67,10 @@ class SamplingParams:
         if self.top_p == 0:
             raise UserError("top_p is 0: give a number above 0 and at most 1.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}: lower the first or raise the second.")
+            raise UserError(
+                f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}: "
+                "lower the first or raise the second."
+            )
         if any(not isinstance(s, str) or not s for s in stop):
             raise UserError("a stop string is empty or not text: give non-empty strings.")
         if any(type(t) is not int or t < 0 for t in self.stop_token_ids):

@@ -11,7 +11,7 @@ from pagedlab.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from pagedlab.kv.hashing import short_hash
 from pagedlab.kv.prefix_history import PrefixHistory
 from pagedlab.request import Request
-from pagedlab.trace.events import BlockAllocated, BlockCached, BlockEvicted, BlockFreed, BlockTouched
+from pagedlab.trace.events import BlockAllocated, BlockCached, BlockEvicted, BlockFreed, BlockTouched, WhyFreed
 from pagedlab.trace.tracer import trace
 
 
@@ -87,7 +87,7 @@ class BlockPool:
                 )
 
     def free_blocks(
-        self, ordered_blocks: Sequence[tuple[int, KVCacheBlock]], request_id: str, group_id: int, why: str
+        self, ordered_blocks: Sequence[tuple[int, KVCacheBlock]], request_id: str, group_id: int, why: WhyFreed
     ) -> None:
         """One owner less for each (logical block, block), in the order given.
 

@@ -13,6 +13,7 @@ from pagedlab.kv.block_pool import BlockPool
 from pagedlab.kv.hashing import merge_hashes
 from pagedlab.kv.specs import AttentionSpec
 from pagedlab.request import Request
+from pagedlab.trace.events import WhyFreed
 
 
 class KVCacheGroup:
@@ -105,7 +106,7 @@ class KVCacheGroup:
             )
             self.num_cached_blocks[request_id] = num_full
 
-    def free(self, request_id: str, why: str) -> None:
+    def free(self, request_id: str, why: WhyFreed) -> None:
         """Give a whole table back, from its end."""
         table = self.tables.pop(request_id, [])
         self.num_cached_blocks.pop(request_id, None)

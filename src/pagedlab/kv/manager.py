@@ -18,7 +18,7 @@ from pagedlab.kv.prefix import PrefixHit, find_longest_cache_hit
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.request import Request
 from pagedlab.sched.output import BlockIds
-from pagedlab.trace.events import PrefixMatched, SlotsAllocated, SlotsRefused
+from pagedlab.trace.events import PrefixMatched, SlotsAllocated, SlotsRefused, WhyFreed
 from pagedlab.trace.tracer import trace
 
 
@@ -124,7 +124,7 @@ class KVCacheManager:
             )
         return new_block_ids
 
-    def free(self, request: Request, why: str) -> None:
+    def free(self, request: Request, why: WhyFreed) -> None:
         """Take all blocks back, group by group, each table from its end."""
         for group in self.groups:
             group.free(request.request_id, why)
@@ -172,4 +172,4 @@ class KVCacheManager:
                 event.hash, event.similar_block_id = short_hash(hashes[i]), miss.similar_block_id
                 event.evicted_at_step, event.evicted_for = miss.evicted_at_step, miss.evicted_for
                 return
-        event.why, event.group = "window_group", self.groups.index(self.windowed_groups[0]) if self.windowed_groups else 0
+        event.why, event.group = "window_group", self.windowed_groups[0].group_id

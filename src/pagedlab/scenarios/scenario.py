@@ -1,49 +1,83 @@
 """A scenario: a small configuration, some requests and a script of what happens before which step.
 
 ``pagedlab-scenario/1`` is the inputs part of ``pagedlab-conformance/1``, so every recording is a
-scenario. With ``sampled_token_ids`` it runs without a model.
+scenario. With ``sampled_token_ids`` it runs without a model, else with one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pagedlab.config import SchedulerConfig
+from pagedlab.config import EngineConfig, SchedulerConfig
 from pagedlab.engine.core import EngineCore
-from pagedlab.errors import UserError
 from pagedlab.kv.hashing import request_block_hasher
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
+from pagedlab.scenarios.check import check_document
 from pagedlab.scenarios.stand_in import ScriptedModel
 from pagedlab.sched.scheduler import Scheduler
+
+FORMAT = "pagedlab-scenario/1"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One document, with its parts at hand."""
+    """One document, with its parts at hand.
+
+    Attributes:
+        config: fields of EngineConfig, as far as the document gives them, and ``groups``.
+        requests: request id -> prompt_token_ids or prompt, max_tokens, sampled_token_ids, …
+        script: entries ordered by ``before_step``, each with one action.
+        model: what the requests run on if they have no ``sampled_token_ids``; None is the embedded model.
+    """
 
     name: str
     about: str                          # one sentence
     config: dict[str, Any]
     requests: dict[str, dict[str, Any]]
     script: list[dict[str, Any]]
+    model: str | None = None
 
     @classmethod
-    def from_document(cls, document: dict[str, Any], path: str) -> Scenario:
-        """Check the shape of a document.
+    def from_document(cls, document: Any, path: str) -> Scenario:
+        """Check a document and take it over; without a script all requests come before step 0.
 
         Raises:
-            UserError: a part is missing or of the wrong type.
+            UserError: a part is missing, misspelled or of the wrong type; the sentence says which.
         """
-        for key, kind in (("config", dict), ("requests", dict), ("script", list)):
-            if not isinstance(document.get(key), kind):
-                raise UserError(f"{path} has no {key}: it is not a scenario.")
+        check_document(document, path)
         return cls(
-            document.get("name", path), document.get("about", ""), document["config"], document["requests"],
-            document["script"],
+            document.get("name", path),
+            document.get("about", ""),
+            document["config"],
+            document["requests"],
+            document.get("script", [{"before_step": 0, "add": list(document["requests"])}]),
+            document.get("model"),
         )
+
+    def with_config(self, **changes: Any) -> Scenario:
+        """The same story with other knobs; ``model`` is one of them."""
+        model = changes.pop("model", self.model)
+        return replace(self, model=model, config={**self.config, **changes})
+
+    @property
+    def needs_model(self) -> bool:
+        return not all("sampled_token_ids" in request for request in self.requests.values())
+
+    @property
+    def last_scripted_step(self) -> int:
+        return max((entry["before_step"] for entry in self.script), default=0)
+
+    def engine_config(self) -> EngineConfig:
+        """For an engine with a model: what the scenario does not say keeps its default.
+
+        Raises:
+            UserError: a value that EngineConfig refuses.
+        """
+        known = EngineConfig.field_names()
+        return EngineConfig(**{k: v for k, v in self.config.items() if k in known} | {"model": self.model})
 
     def actions_before(self, step: int) -> list[tuple[str, str]]:
         """(add, abort or reset_prefix_cache; request id) in order."""
@@ -56,34 +90,45 @@ class Scenario:
                     actions.append(("reset_prefix_cache", ""))
         return actions
 
-    def make_request(self, request_id: str) -> Request:
-        """A fresh Request as the script adds it."""
+    def sampling_params(self, request_id: str) -> SamplingParams:
+        """Greedy unless ``sampling`` says otherwise."""
         spec = self.requests[request_id]
-        params = SamplingParams(
-            temperature=0, max_tokens=spec.get("max_tokens", 16), ignore_eos=spec.get("ignore_eos", False),
-            stop_token_ids=spec.get("stop_token_ids", ()), min_tokens=spec.get("min_tokens", 0),
-        )
+        own = {k: spec[k] for k in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids") if k in spec}
+        return SamplingParams(**{"temperature": 0, **own, **spec.get("sampling", {})})
+
+    def make_request(self, request_id: str) -> Request:
+        """A fresh Request as the script adds it; for a scenario that runs without a model."""
+        spec = self.requests[request_id]
         caching = self.config.get("enable_prefix_caching", True)
         return Request(
-            request_id, spec["prompt_token_ids"], params, priority=spec.get("priority", 0),
-            arrival_time=spec.get("arrival_time", 0.0), cache_salt=spec.get("cache_salt"),
+            request_id,
+            spec["prompt_token_ids"],
+            self.sampling_params(request_id),
+            priority=spec.get("priority", 0),
+            arrival_time=spec.get("arrival_time", 0.0),
+            cache_salt=spec.get("cache_salt"),
             eos_token_id=spec.get("eos_token_id"),
             block_hasher=request_block_hasher(self.config["block_size"]) if caching else None,
+            prompt=spec.get("prompt"),
         )
 
 
 def build_engine_core(scenario: Scenario) -> EngineCore:
     """An engine on the stand-in model, with the scenario's pool and limits."""
     config = scenario.config
+    whole = [{"layers": ["layer.0"], "kind": "full", "block_size": config["block_size"]}]
     groups = tuple(
-        KVCacheGroupSpec(tuple(g["layers"]), AttentionSpec(g["block_size"], 1, 1, "float32", g["sliding_window"]))
-        for g in config["groups"]
+        KVCacheGroupSpec(
+            tuple(g.get("layers", [f"layer.{i}"])),
+            AttentionSpec(g["block_size"], 1, 1, "float32", g.get("sliding_window")),  # no bytes without a model
+        )
+        for i, g in enumerate(config.get("groups", whole))
     )
     scheduler = Scheduler(
         SchedulerConfig(**{k: config[k] for k in SchedulerConfig.__dataclass_fields__ if k in config}),
         KVCacheConfig(config["num_blocks"], groups),
         block_size=config["block_size"],
-        enable_prefix_caching=config["enable_prefix_caching"],
+        enable_prefix_caching=config.get("enable_prefix_caching", True),
     )
     model = ScriptedModel(
         {request_id: len(spec["prompt_token_ids"]) for request_id, spec in scenario.requests.items()},

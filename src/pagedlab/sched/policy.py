@@ -77,7 +77,8 @@ def resolve_policy(name: str) -> Policy:
     try:
         found = getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"policy {name!r} cannot be loaded ({error}): give an importable package.module:name.") from None
+        message = f"policy {name!r} cannot be loaded ({error}): give an importable package.module:name."
+        raise UserError(message) from None
     policy = found() if isinstance(found, type) else found
     missing = [m for m in ("key", "victim", "requeue") if not callable(getattr(policy, m, None))]
     if missing:

@@ -27,7 +27,9 @@ from pagedlab.sched.output import (
 from pagedlab.sched.policy import Policy, resolve_policy
 from pagedlab.sched.waiting_queue import WaitingQueue
 from pagedlab.trace.events import (
+    Outcome,
     PrefixCacheReset,
+    QueueName,
     QueueNotReached,
     RequestAborted,
     RequestAdded,
@@ -104,7 +106,7 @@ class Scheduler:
         for request in ending:
             request.status = status
             if trace.on and status is RequestStatus.FINISHED_ABORTED:
-                queue = "running" if request.request_id in was_running else "waiting"
+                queue: QueueName = "running" if request.request_id in was_running else "waiting"
                 trace.emit(RequestAborted(request_id=request.request_id, queue=queue))
             self._free_request(request, numbers)
 
@@ -362,7 +364,7 @@ class Scheduler:
     # ---------------------------------------------------------------- what the trace says about a scan
 
     def _emit_considered(
-        self, step: Step, request: Request, queue: str, wanted: int, granted: int, outcome: str,
+        self, step: Step, request: Request, queue: QueueName, wanted: int, granted: int, outcome: Outcome,
         reason: str | None = None, num_hit_tokens: int | None = None,
     ) -> None:
         """Called inside a guard, after the decision; a grant smaller than wanted names what cut it."""
@@ -386,7 +388,7 @@ class Scheduler:
                                   reason=reason, num_needed_blocks=num_needed, num_free_blocks=num_free, limit=limit)
             )
 
-    def _emit_not_reached(self, queue: str, skip: int, reason: str) -> None:
+    def _emit_not_reached(self, queue: QueueName, skip: int, reason: str) -> None:
         """Called inside a guard: the scan of ``queue`` ended with ``skip`` requests looked at."""
         if queue == "running":
             count, first = len(self.running) - skip, self.running[skip] if skip < len(self.running) else None

@@ -25,6 +25,9 @@ VERSION = (1, 0)  # a reader refuses another major version, and ignores what it 
 
 Scalar = str | int | float | bool | None
 Groups = list[list[int]]  # one list of block ids per KV-cache group
+QueueName = Literal["running", "waiting"]
+Outcome = Literal["scheduled", "refused", "skipped", "preempted"]
+WhyFreed = Literal["finished", "aborted", "preempted", "out_of_window"]
 
 
 class Event(msgspec.Struct, kw_only=True, gc=False, tag_field="kind"):
@@ -213,7 +216,7 @@ class RequestAdded(Event, kw_only=True, tag="request_added"):
 
 class RequestAborted(Event, kw_only=True, tag="request_aborted"):
     request_id: str
-    queue: Literal["waiting", "running"]
+    queue: QueueName
 
 
 class RequestRefused(Event, kw_only=True, tag="request_refused"):
@@ -310,13 +313,13 @@ class RequestConsidered(Event, kw_only=True, tag="request_considered"):
     level = "decisions"
 
     request_id: str
-    queue: Literal["running", "waiting"]
+    queue: QueueName
     num_computed_tokens: int               # before this step; for an admitted one its hit
     num_tokens_wanted: int
     num_tokens_granted: int
     budget_before: int
     budget_after: int
-    outcome: Literal["scheduled", "refused", "skipped", "preempted"]
+    outcome: Outcome
     reason: str                            # see CONSIDERED_REASONS
     num_needed_blocks: int | None = None   # numbers of not_enough_free_blocks
     num_free_blocks: int | None = None
@@ -340,7 +343,7 @@ class QueueNotReached(Event, kw_only=True, tag="queue_not_reached"):
 
     level = "decisions"
 
-    queue: Literal["running", "waiting"]
+    queue: QueueName
     count: int                             # requests that were not looked at
     first_request_id: str
     reason: str                            # see NOT_REACHED_REASONS
@@ -439,7 +442,7 @@ class BlockFreed(Event, kw_only=True, tag="block_freed"):
     logical_block: int
     hash: str | None
     free_queue_index: int | None           # its place in the free queue, None while others hold it
-    why: Literal["finished", "aborted", "preempted", "out_of_window"]
+    why: WhyFreed
 
 
 class NewRequest(msgspec.Struct, kw_only=True, gc=False):

@@ -32,7 +32,10 @@ class TracedEngine(Protocol):
     """What the tracer asks of an engine when tracing starts on it."""
 
     engine_id: int
-    step_id: int
+
+    @property
+    def step_id(self) -> int:
+        """The last step whose schedule() began."""
 
     def describe(self) -> dict[str, Any]:
         """The header's ``model``, ``config`` and ``tokenizer``."""
