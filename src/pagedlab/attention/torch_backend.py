@@ -146,7 +146,7 @@ def paged_attention_reference(
     output = torch.zeros_like(query)
     for call in calls:
         key, value = (_gather(cache, call) for cache in kv_cache)                # [B, num_kv_heads, S, head_size]
-        rows = query[call.tokens].view(len(call.batch_idx), -1, *query.shape[1:]).transpose(1, 2)  # [B, num_heads, Q, head_size]
+        rows = query[call.tokens].unflatten(0, (len(call.batch_idx), -1)).transpose(1, 2)  # [B, num_heads, Q, head_size]
         attended = F.scaled_dot_product_attention(
             rows, key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=scale, enable_gqa=True
         )

@@ -206,7 +206,8 @@ def _eos_token_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _moe_fields(read: _Reader, num_layers: int) -> dict[str, Any]:
-    num_experts, per_token = read.count("num_experts"), read.count("num_experts_per_tok")
+    spelling = "num_local_experts" if "num_local_experts" in read.config else "num_experts"  # transformers 5 and 4
+    num_experts, per_token = read.count(spelling), read.count("num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"{read.where}: {per_token} experts per token are asked for, but there are only {num_experts}.")
     return {

@@ -1,0 +1,98 @@
+"""config.json as people write it, and as people break it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from paged_driver import CHECKPOINTS
+
+from pagedlab.errors import UserError
+from pagedlab.models.config import ModelConfig
+
+DENSE = json.loads((CHECKPOINTS / "dense-untied-a" / "checkpoint" / "config.json").read_text())
+MOE = json.loads((CHECKPOINTS / "moe-a" / "checkpoint" / "config.json").read_text())
+
+
+def without(config, *names, **changes):
+    return {key: value for key, value in config.items() if key not in names} | changes
+
+
+@pytest.mark.parametrize("name", ["dense-tied-a", "dense-untied-a", "moe-a"])
+def test_both_spellings_of_rope_mean_the_same_model(name):
+    older = ModelConfig.from_directory(CHECKPOINTS / name / "checkpoint")
+    newer = json.loads((CHECKPOINTS / name / "config_rope_parameters.json").read_text())
+    assert ModelConfig.from_dict(newer, {"eos_token_id": 0}) == older
+
+
+def test_reading_a_config_does_not_import_torch():
+    code = "import sys, pagedlab.models.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_torch_dtype_is_the_older_name_of_dtype():
+    assert ModelConfig.from_dict(without(DENSE, "dtype", torch_dtype="bfloat16")).dtype == "bfloat16"
+    assert ModelConfig.from_dict(without(DENSE, dtype="torch.float16")).dtype == "float16"
+
+
+def test_end_of_text_ids_of_both_files_count():
+    config = ModelConfig.from_dict(without(DENSE, eos_token_id=7), {"eos_token_id": [3, 7]})
+    assert config.eos_token_ids == (3, 7)
+
+
+def test_max_window_layers_says_from_where_on_layers_slide():
+    config = without(DENSE, "layer_types", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert ModelConfig.from_dict(config).layer_types == ("full_attention", "full_attention", "sliding_attention")
+    assert [ModelConfig.from_dict(config).sliding_window_of(i) for i in range(3)] == [None, None, 8]
+
+
+def test_a_window_that_is_not_in_use_changes_nothing():
+    config = ModelConfig.from_dict(without(DENSE, use_sliding_window=False, sliding_window=8))
+    assert config.sliding_window is None
+
+
+def test_sparse_step_and_mlp_only_layers_choose_the_layers_with_experts():
+    config = ModelConfig.from_dict(without(MOE, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert [config.is_moe_layer(i) for i in range(4)] == [False, True, False, False]
+
+
+BROKEN = {
+    "another family": (without(DENSE, model_type="llama"), "model of type 'llama'"),
+    "no family": (without(DENSE, "model_type"), "model of type None"),
+    "no RoPE base": (without(DENSE, "rope_theta"), "gives no RoPE base"),
+    "rope_parameters without a base": (
+        without(DENSE, "rope_theta", rope_parameters={"rope_type": "default"}), "gives no RoPE base"),
+    "two RoPE bases": (without(DENSE, rope_parameters={"rope_theta": 5.0}), "gives two RoPE bases"),
+    "scaled RoPE": (without(DENSE, rope_scaling={"type": "yarn"}), "RoPE of type 'yarn'"),
+    "a field is missing": (without(DENSE, "hidden_size"), "hidden_size is missing"),
+    "a field is text": (without(DENSE, vocab_size="many"), "vocab_size is 'many'"),
+    "heads that cannot share": (without(DENSE, num_key_value_heads=4), "cannot share"),
+    "an odd head": (without(DENSE, head_dim=31), "even"),
+    "an unknown dtype": (without(DENSE, dtype="int8"), "dtype is 'int8'"),
+    "too few layer types": (without(DENSE, layer_types=["full_attention"]), "1 entries for 3 layers"),
+    "an unknown layer type": (without(DENSE, layer_types=["linear_attention"] * 3), "'linear_attention'"),
+    "a window without a width": (
+        without(DENSE, layer_types=["sliding_attention"] * 3, use_sliding_window=True), "sliding_window is not set"),
+    "more experts per token than experts": (without(MOE, num_experts_per_tok=9), "only 8"),
+    "another activation": (without(DENSE, hidden_act="gelu"), "hidden_act is 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("config, words", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_config_is_refused_in_one_sentence(config, words):
+    with pytest.raises(UserError, match=words) as error:
+        ModelConfig.from_dict(config)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_directory_missing_file_and_bad_json_are_told_apart(tmp_path):
+    with pytest.raises(UserError, match="does not exist: give a directory"):
+        ModelConfig.from_directory(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"needs a config\.json"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="must be a JSON object"):
+        ModelConfig.from_directory(tmp_path)

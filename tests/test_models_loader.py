@@ -1,0 +1,145 @@
+"""Weights that are not what config.json promises are refused before anything is copied."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from paged_driver import CHECKPOINTS, PagedDriver
+from safetensors.torch import load_file, save_file
+
+from pagedlab.attention.torch_backend import TorchBackend
+from pagedlab.errors import UserError
+from pagedlab.models.config import ModelConfig
+from pagedlab.models.loader import load_model, new_model
+
+
+@pytest.fixture
+def single(tmp_path):
+    return shutil.copytree(CHECKPOINTS / "dense-tied-a" / "checkpoint", tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return shutil.copytree(CHECKPOINTS / "dense-untied-a" / "checkpoint", tmp_path / "sharded")
+
+
+def load(directory, dtype=torch.float32):
+    config = ModelConfig.from_directory(directory)
+    return load_model(
+        directory, config, device=torch.device("cpu"), dtype=dtype, attention_backend=TorchBackend()
+    )
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_missing_shard_is_named(sharded):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks model-00002-of-00003\.safetensors"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 200_000, 690_519])
+def test_a_shard_that_is_cut_off_is_named(sharded, keep):
+    shard = sharded / "model-00001-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model-00001-of-00003\.safetensors is cut off"):
+        load(sharded)
+
+
+def test_a_file_that_is_no_safetensors_file_is_named(single):
+    (single / "model.safetensors").write_bytes((9).to_bytes(8, "little") + b"not json!" + b"x" * 100)
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        load(single)
+
+
+def test_no_weights_at_all(single):
+    (single / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no weights"):
+        load(single)
+
+
+def test_an_index_without_a_map(sharded):
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a safetensors index"):
+        load(sharded)
+
+
+def test_a_wrong_shape_says_tensor_found_and_expected(single):
+    rewrite(single, lambda t: t.update({"model.layers.1.self_attn.k_proj.weight": torch.zeros(64, 128)}))
+    with pytest.raises(UserError, match=r"k_proj\.weight has shape \[64, 128\].*asks for \[128, 128\]"):
+        load(single)
+
+
+def test_a_missing_tensor_is_named(single):
+    rewrite(single, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match=r"no tensor model\.layers\.2\.mlp\.up_proj\.weight, which"):
+        load(single)
+
+
+def test_more_layers_than_the_config_has_are_refused(single):
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": None}))
+    with pytest.raises(UserError, match=r"no place for, such as model\.layers\.2\."):
+        load(single)
+
+
+def test_a_tied_model_may_store_its_head(single):
+    rewrite(single, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    model = load(single)
+    assert model.lm_head.weight is model.embed_tokens
+
+
+def test_weights_are_converted_as_asked(single):
+    stored = load_file(single / "model.safetensors")["model.norm.weight"]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(load(single, dtype).norm.weight, stored.to(dtype))
+        assert {p.dtype for p in load(single, dtype).parameters()} == {dtype}
+
+
+def test_one_shard_and_several_hold_the_same_model(sharded, tmp_path):
+    tensors = {}
+    for shard in sharded.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    together = shutil.copytree(sharded, tmp_path / "together", ignore=shutil.ignore_patterns("model*"))
+    save_file(tensors, together / "model.safetensors")
+    prompt = list(range(40))
+    logits = []
+    for directory in (sharded, together):
+        driver = PagedDriver(directory)
+        driver.start("r0")
+        logits.append(driver.step({"r0": prompt}))
+    assert torch.equal(*logits)
+
+
+SHAPES = {
+    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "tie_word_embeddings": False},
+    "Qwen3-30B-A3B": {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+                      "num_key_value_heads": 4, "tie_word_embeddings": False, "model_type": "qwen3_moe",
+                      "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                      "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_models_load_by_shape_at_true_widths(name, tmp_path):
+    """One layer, a short vocabulary and a quarter of the experts; released configs look like this."""
+    config = {"model_type": "qwen3", "head_dim": 128, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-6,
+              "rope_theta": 1000000, "max_position_embeddings": 64, "torch_dtype": "bfloat16", "rope_scaling": None,
+              "attention_bias": False, "hidden_act": "silu", "sliding_window": None, "use_sliding_window": False,
+              "max_window_layers": 1, "eos_token_id": 151645, "bos_token_id": 151643} | SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = new_model(ModelConfig.from_dict(config), device=torch.device("meta"), dtype=torch.bfloat16,
+                       attention_backend=TorchBackend()).checkpoint_tensors()
+    save_file({k: torch.full(v.shape, 0.01, dtype=torch.bfloat16) for k, v in shapes.items()},
+              tmp_path / "model.safetensors")
+    driver = PagedDriver(tmp_path, dtype=torch.bfloat16)
+    driver.start("r0")
+    assert driver.step({"r0": [1, 2, 3]}).isfinite().all()

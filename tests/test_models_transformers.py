@@ -1,0 +1,153 @@
+"""Random models beside transformers: dense, mixture and hybrid, in every way a request can be computed."""
+
+import pytest
+import torch
+from paged_driver import PagedDriver
+
+from pagedlab.models.qwen3_moe import SparseMoE
+
+TOLERANCE = 1e-3
+COMMON = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_attention_heads=6, num_key_value_heads=2,
+              head_dim=20, max_position_embeddings=256, initializer_range=0.4, rms_norm_eps=1e-6)
+SIZES = {
+    "dense": dict(num_hidden_layers=3, tie_word_embeddings=True),
+    "biased": dict(num_hidden_layers=2, attention_bias=True),
+    "moe": dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+                norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "moe-unnormalized": dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                             norm_topk_prob=False),
+    "hybrid": dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=13,
+                   layer_types=["full_attention", "sliding_attention"] * 2),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """name → (directory, transformers' model)"""
+    transformers = pytest.importorskip("transformers")
+    made = {}
+    for name, size in SIZES.items():
+        torch.manual_seed(len(made))
+        moe = name.startswith("moe")
+        config = (transformers.Qwen3MoeConfig if moe else transformers.Qwen3Config)(**COMMON, **size)
+        model = (transformers.Qwen3MoeForCausalLM if moe else transformers.Qwen3ForCausalLM)(config).eval()
+        for key, parameter in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                parameter.data.uniform_(0.5, 1.5)
+        directory = tmp_path_factory.mktemp(name)
+        model.save_pretrained(directory)
+        made[name] = directory, model
+    return made
+
+
+@pytest.fixture(params=SIZES)
+def pair(request, models):
+    return models[request.param]
+
+
+@torch.inference_mode()
+def expected_logits(model, token_ids):
+    return model(torch.tensor([token_ids])).logits[0]
+
+
+def random_ids(length, seed):
+    return torch.randint(300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_near(found, expected):
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+def test_whole_prompt_gives_transformers_logits_at_every_position(pair, block_size):
+    directory, model = pair
+    driver = PagedDriver(directory, block_size=block_size, num_blocks=128)
+    token_ids = random_ids(50, seed=1)
+    driver.start("r0")
+    assert_near(driver.step({"r0": token_ids}, all_positions=True), expected_logits(model, token_ids))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_chunked_prompt_gives_the_same_logits(pair, chunk):
+    directory, model = pair
+    driver = PagedDriver(directory, block_size=4)
+    token_ids = random_ids(45, seed=2)
+    driver.start("r0")
+    chunks = [driver.step({"r0": token_ids[i : i + chunk]}, all_positions=True) for i in range(0, 45, chunk)]
+    assert_near(torch.cat(chunks), expected_logits(model, token_ids))
+
+
+def test_prefills_and_decodes_of_many_lengths_share_a_step(pair):
+    directory, model = pair
+    driver = PagedDriver(directory, block_size=4, num_blocks=200)
+    texts = {f"r{i}": random_ids(length, seed=i) for i, length in enumerate([1, 2, 3, 9, 17, 31, 60])}
+    for r, token_ids in texts.items():
+        driver.start(r)
+        if len(token_ids) % 3 == 0:  # these decode, the others prefill
+            driver.step({r: token_ids[:-1]})
+    logits = driver.step({r: t[driver.computed[r] :] for r, t in texts.items()})
+    for found, token_ids in zip(logits, texts.values(), strict=True):
+        assert_near(found, expected_logits(model, token_ids)[-1])
+
+
+def test_prefix_hit_starts_in_the_middle_of_a_sequence(pair):
+    directory, model = pair
+    driver = PagedDriver(directory, block_size=4)
+    token_ids = random_ids(40, seed=3)
+    driver.start("r0")
+    driver.step({"r0": token_ids[:33]})
+    shared = [table[:8] for table in driver.tables["r0"]]
+    driver.start("r1", shared, num_computed=32)
+    assert_near(driver.step({"r1": token_ids[32:]})[0], expected_logits(model, token_ids)[-1])
+
+
+def test_a_hit_may_read_blocks_that_the_same_step_fills(pair):
+    directory, model = pair
+    driver = PagedDriver(directory, block_size=4)
+    token_ids = random_ids(30, seed=4)
+    driver.start("r1")
+    for table in driver.tables["r1"]:
+        table.extend(driver.free.pop() for _ in range(5))
+    driver.start("r0", [table[:5] for table in driver.tables["r1"]])
+    driver.computed["r1"] = 20
+    logits = driver.step({"r1": token_ids[20:], "r0": token_ids[:20]})  # the reader comes first
+    assert_near(logits[0], expected_logits(model, token_ids)[-1])
+
+
+def test_bfloat16_of_the_same_weights_stays_near(pair):
+    directory, model = pair
+    driver = PagedDriver(directory, dtype=torch.bfloat16)
+    token_ids = random_ids(20, seed=5)
+    driver.start("r0")
+    found, expected = driver.step({"r0": token_ids})[0], expected_logits(model, token_ids)[-1]
+    assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > 0.9
+
+
+def test_a_hybrid_model_has_two_kinds_of_layers_and_its_window_matters(models):
+    directory, model = models["hybrid"]
+    driver = PagedDriver(directory, block_size=4)
+    assert [spec.sliding_window for spec in driver.groups] == [None, 13]
+    token_ids = random_ids(40, seed=6)
+    model.config.layer_types, before = ["full_attention"] * 4, model.config.layer_types
+    try:
+        windowless = expected_logits(model, token_ids)
+    finally:
+        model.config.layer_types = before
+    driver.start("r0")
+    found = driver.step({"r0": token_ids}, all_positions=True)
+    assert_near(found[:13], windowless[:13])
+    assert (found[20:] - windowless[20:]).abs().max() > 0.1
+
+
+def test_experts_see_only_their_own_tokens(models):
+    driver = PagedDriver(models["moe"][0])
+    moe = next(m for m in driver.model.modules() if isinstance(m, SparseMoE))
+    x = torch.randn(11, 64)
+    weights, experts = moe.route(x)
+    alone = torch.zeros_like(x)
+    for token in range(11):
+        for choice in range(3):
+            expert = experts[token, choice]
+            gate, up = (moe.gate_up_proj[expert] @ x[token]).chunk(2)
+            alone[token] += weights[token, choice] * (moe.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(moe(x), alone, atol=1e-4, rtol=1e-4)
