@@ -63,7 +63,7 @@ def gather_block_tables(
         trace.emit(KernelLaunched(name="gather_block_tables", layer="", grid=list(grid), meta=dict(meta), how=how))
 
 
-def gather_block_tables_kernel(
+def gather_block_tables_kernel(  # type: ignore[no-untyped-def]
     block_table_ptrs,        # [G] uint64             addresses of [max_num_reqs, K_g] int32
     input_block_table_ptrs,  # [G] uint64             addresses of [max_num_reqs, K_g] int32
     table_strides,           # [G] int64              K_g
@@ -71,7 +71,7 @@ def gather_block_tables_kernel(
     num_blocks_stride,       # from group to group
     idx_mapping,             # [num_reqs] int32
     TILE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """One program per (group, batch row)."""
     group = tl.program_id(0)
     batch_idx = tl.program_id(1)

@@ -79,7 +79,8 @@ def compute_slot_mapping_reference(
     req_indices = batch_idx.repeat_interleave(query_start_loc.diff(), output_size=len(positions))
     past_end = positions // block_size >= num_blocks.to(positions.device)[req_indices]
     if past_end.any():
-        raise IndexError(f"no block for positions {positions[past_end].tolist()} of rows {req_indices[past_end].tolist()}")
+        rows = req_indices[past_end].tolist()
+        raise IndexError(f"rows {rows} have no block for positions {positions[past_end].tolist()}")
     return slot_chain(block_table, req_indices, positions, block_size).slot
 
 
@@ -112,7 +113,7 @@ def compute_slot_mapping(
     return tuple(out[group, :num_tokens] for group in range(num_groups))
 
 
-def slot_mapping_kernel(
+def slot_mapping_kernel(  # type: ignore[no-untyped-def]
     block_table_ptrs,   # [G] uint64              addresses of [num_reqs, K_g] int32
     table_strides,      # [G] int64               K_g
     block_sizes,        # [G] int32
@@ -123,7 +124,7 @@ def slot_mapping_kernel(
     max_num_tokens,
     TILE: tl.constexpr,
     PAD_SLOT: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """One program per (group, batch row), and one more per group that pads with PAD_SLOT."""
     group = tl.program_id(0)
     batch_idx = tl.program_id(1)

@@ -20,7 +20,8 @@ from pagedlab.trace.tracer import trace
 from pagedlab.worker.block_table import BlockTable
 from pagedlab.worker.flat_indices import FlatIndices, flatten_batch, token_indices
 from pagedlab.worker.input_batch import InputBatch
-from pagedlab.worker.runner import CachedRequestState, GPUModelRunner
+from pagedlab.worker.requests import CachedRequestState
+from pagedlab.worker.runner import GPUModelRunner
 
 
 class PersistentBatch:

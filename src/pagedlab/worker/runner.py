@@ -7,56 +7,40 @@ only in the first two methods (vllm/v1/worker/gpu_model_runner.py, vllm/v1/worke
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pagedlab.attention.backends import AttentionBackend
+from pagedlab.attention.forward_context import set_forward_context
+from pagedlab.attention.metadata import CommonAttentionMetadata
 from pagedlab.config import EngineConfig
 from pagedlab.kernels.jit import How, PointerTable
 from pagedlab.kernels.slot_mapping import PAD_SLOT_ID, compute_slot_mapping
 from pagedlab.kv.specs import KVCacheConfig
-from pagedlab.sampling_params import SamplingParams
-from pagedlab.sched.output import BlockIds, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pagedlab.models.qwen3 import Qwen3ForCausalLM
+from pagedlab.sched.output import (
+    BlockIds,
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TopLogprobs,
+)
 from pagedlab.trace.events import RowState
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.batch_events import batch_events
 from pagedlab.worker.flat_indices import FlatIndices
 from pagedlab.worker.input_batch import InputBatch
+from pagedlab.worker.kv_memory import allocate_kv_cache
+from pagedlab.worker.requests import CachedRequestState
+from pagedlab.worker.sampler import Sampler, top_logprobs
 
-
-@dataclass(slots=True)
-class CachedRequestState:
-    """What the worker remembers of a request until it is reported finished, row or no row.
-
-    A copy that follows the scheduler only through SchedulerOutput; written only by the runner.
-    Sliding-window groups keep every id here: the scheduler replaces out-of-window blocks by the null
-    block without telling, and nobody reads them any more.
-    """
-
-    req_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    block_ids: BlockIds                    # per group
-    num_computed_tokens: int               # before the current step
-    generator: torch.Generator | None      # seeded requests only; lives through preemption
-    output_token_ids: list[int] = field(default_factory=list)
-    num_prompt_logprobs: int = 0           # prompt positions reported so far
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: prompt plus output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    def token_ids_from(self, start: int) -> list[int]:
-        """Known tokens from position ``start`` on."""
-        num_prompt = len(self.prompt_token_ids)
-        if start >= num_prompt:
-            return self.output_token_ids[start - num_prompt :]
-        return self.prompt_token_ids[start:] + self.output_token_ids
+LOGITS_AT_ONCE = 256  # prompt positions whose logits are in memory together
 
 
 class GPUModelRunner(ABC):
@@ -75,9 +59,15 @@ class GPUModelRunner(ABC):
         self.device = device
         self.index_kernels = index_kernels
         self.requests: dict[str, CachedRequestState] = {}
+        self.stage_ns: dict[str, int] = {}  # host time of the latest step's parts
+
+    def load_model(self, model: Qwen3ForCausalLM, backend: AttentionBackend, sampler: Sampler) -> None:
+        """Take the parts that compute; without them a runner still maps messages to indices."""
+        self.model, self.backend, self.sampler = model, backend, sampler
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         """Make the index arrays for these groups; each design adds its tables."""
+        self.groups = kv_cache_config.kv_cache_groups
         self.max_model_len = max_model_len
         sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = torch.tensor(sizes, dtype=torch.int32, device=self.device)  # [G]
@@ -85,6 +75,74 @@ class GPUModelRunner(ABC):
         self.slot_mappings = torch.full(                                               # [G, max_num_batched_tokens]
             (len(sizes), self.config.max_num_batched_tokens), PAD_SLOT_ID, dtype=torch.int64, device=self.device
         )
+        if kv_cache_config.kv_cache_tensors:
+            self.metadata_builders = [
+                self.backend.make_builder(group_id, group.kv_cache_spec) for group_id, group in enumerate(self.groups)
+            ]
+            allocate_kv_cache(kv_cache_config, self.model.attention_layers, self.device)
+
+    # -------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; one without tokens only clears rows."""
+        start = time.perf_counter_ns()
+        self._update_states(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return ModelRunnerOutput({})
+        batch = self._prepare_inputs(scheduler_output)
+        metadata = self._build_metadata(batch)
+        prepared = time.perf_counter_ns()
+        with set_forward_context(metadata):
+            hidden = self.model(batch.input_ids, batch.positions)        # [T, hidden_size]
+        logits = self.model.compute_logits(hidden[batch.logits_indices])  # [R, vocab]
+        computed = time.perf_counter_ns()
+        requests = [self.requests[req_id] for req_id in batch.req_ids]
+        sampled, logprobs = self.sampler.sample(logits, requests, batch.sample_is_discarded)
+        kept = {
+            request.req_id: [] if is_discarded else [token_id]
+            for request, token_id, is_discarded in zip(requests, sampled, batch.sample_is_discarded, strict=True)
+        }
+        self.keep_tokens(kept)
+        output = ModelRunnerOutput(kept, logprobs, self._prompt_logprobs(batch, hidden))
+        self.stage_ns = {
+            "prepare_inputs": prepared - start,
+            "forward": computed - prepared,
+            "sample": time.perf_counter_ns() - computed,
+        }
+        return output
+
+    def _build_metadata(self, batch: InputBatch) -> dict[str, Any]:
+        """The forward context: every layer gets what its group's builder made of the batch."""
+        metadata: dict[str, Any] = {}
+        for group_id, (group, builder) in enumerate(zip(self.groups, self.metadata_builders, strict=True)):
+            built = builder.build(CommonAttentionMetadata.from_input_batch(batch, group_id))
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        return metadata
+
+    def _prompt_logprobs(self, batch: InputBatch, hidden: Tensor) -> dict[str, list[TopLogprobs]]:
+        """For requests that want it: the logits at position i judge prompt token i + 1, each once.
+
+        A prompt computed again after preemption is not reported again.
+        """
+        reported = {}
+        first_token = 0  # of this row in the flat batch
+        for req_id, num_new_tokens in zip(batch.req_ids, batch.num_scheduled_tokens, strict=True):
+            request = self.requests[req_id]
+            start, count = request.num_computed_tokens, request.sampling_params.prompt_logprobs
+            begin = max(start, request.num_prompt_logprobs)
+            end = min(start + num_new_tokens, len(request.prompt_token_ids) - 1)
+            if count is not None and begin < end:
+                judged = torch.tensor(request.prompt_token_ids[begin + 1 : end + 1], device=self.device)
+                rows = hidden[first_token + begin - start : first_token + end - start]
+                reported[req_id] = [
+                    entry
+                    for part, token_ids in zip(rows.split(LOGITS_AT_ONCE), judged.split(LOGITS_AT_ONCE), strict=True)
+                    for entry in top_logprobs(self.model.compute_logits(part), token_ids, [count] * len(part))
+                ]
+                request.num_prompt_logprobs = end
+            first_token += num_new_tokens
+        return reported
 
     # -------------------------------------------------------------- what the two designs fill in
 

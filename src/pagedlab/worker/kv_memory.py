@@ -1,0 +1,105 @@
+"""Memory of the KV cache: how much there may be, and the buffers themselves.
+
+The one place that allocates it (vllm/v1/worker/gpu_worker.py, determine_available_memory;
+gpu_model_runner.py, initialize_kv_cache_tensors).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from pagedlab.attention.layer import Attention
+from pagedlab.config import EngineConfig
+from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
+from pagedlab.trace.events import KvAllocated, Scalar
+from pagedlab.trace.tracer import trace
+
+SHARE_OF_FREE_RAM = 0.25
+
+Available = tuple[int, str, dict[str, Scalar]]  # bytes, how it was found, the terms of the arithmetic
+
+
+def share_of_free_ram(config: EngineConfig, specs: Mapping[str, AttentionSpec], max_model_len: int) -> Available:
+    """On a CPU: a quarter of the free memory, but no more than full seats could ever fill.
+
+    256 seats of 2,048 tokens at block size 16 and 1 MiB per block of all layers together: 32,768
+    blocks and the null block are 32 GiB and 1 MiB, so 40 GiB of free memory give 10 GiB.
+    """
+    free = free_ram_bytes()
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())  # of all layers
+    most = (config.max_num_seqs * -(-max_model_len // config.block_size) + 1) * block_bytes
+    terms: dict[str, Scalar] = {
+        "free_ram": free,
+        "share": SHARE_OF_FREE_RAM,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": max_model_len,
+        "most_that_full_seats_use": most,
+    }
+    return min(int(free * SHARE_OF_FREE_RAM), most), "share_of_free_ram", terms
+
+
+def free_ram_bytes() -> int:
+    """What the system can give without swapping; half of all memory where it does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> Available:
+    """On a GPU: what is left of the share the engine may use, after weights and the largest step.
+
+    A GPU of 80 GB, utilization 0.9, 1.2 GB used by others, 2 GB of weights and 0.8 GB at the peak of
+    the largest step: 72 - 1.2 - 2 - 0.8 = 68 GB for the cache.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - weights
+    torch.cuda.empty_cache()
+    available = int(total * config.gpu_memory_utilization) - others - weights - activations
+    terms: dict[str, Scalar] = {
+        "total": total,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "used_by_others": others,
+        "weights": weights,
+        "largest_step": activations,
+    }
+    return max(available, 0), "profiled", terms
+
+
+def allocate_kv_cache(config: KVCacheConfig, layers: Mapping[str, Attention], device: torch.device) -> None:
+    """Make the buffers and give every layer its view.
+
+    Layers of different groups may view one buffer: a block id belongs to one group at a time, and
+    block b takes the same bytes in every view, as all pages are equally large.
+    """
+    specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    shapes = []
+    for tensor in config.kv_cache_tensors:
+        buffer = torch.zeros(tensor.size, dtype=torch.int8, device=device)
+        for name in tensor.shared_by:
+            spec = specs[name]
+            shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            layers[name].kv_cache = buffer.view(getattr(torch, spec.dtype)).view(shape)
+        shapes.append(list(shape))
+    if trace.on:
+        trace.emit(
+            KvAllocated(
+                shapes=shapes,
+                bytes=[tensor.size for tensor in config.kv_cache_tensors],
+                shared_by=[list(tensor.shared_by) for tensor in config.kv_cache_tensors],
+                dtype=specs[config.kv_cache_tensors[0].shared_by[0]].dtype,
+                device=str(device),
+            )
+        )

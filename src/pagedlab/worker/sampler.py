@@ -1,0 +1,187 @@
+"""From logits to tokens, in vLLM's order (vllm/v1/sample/sampler.py).
+
+Log-probabilities of the raw logits first; then float32, tokens that ``min_tokens`` forbids, greedy
+choice or temperature, min-p, top-k and top-p, and one draw per row. Rows are tensors throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagedlab.sampling_params import SamplingParams
+from pagedlab.sched.output import TopLogprobs
+from pagedlab.trace.events import Candidate, TokensSampled
+from pagedlab.trace.tracer import trace
+from pagedlab.worker.requests import CachedRequestState
+
+NUM_TRACED_CANDIDATES = 5
+GREEDY_BELOW = 1e-5  # temperatures below it mean the most likely token
+
+
+class Sampler:
+    """Holds the engine's own random stream; a seeded request brings its own generator.
+
+    A row whose prompt is not complete is sampled too, as in vLLM, and thrown away by the caller; it
+    takes the most likely token and draws no random number, so that chunking changes no result.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], seed: int, device: torch.device) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.generator = torch.Generator(device).manual_seed(seed)  # for requests without a seed
+        self.token_text: Callable[[int], str] | None = None         # for people who read the trace
+
+    def sample(
+        self,
+        logits: Tensor,                          # [R, vocab]   raw, one row per request
+        requests: Sequence[CachedRequestState],  # batch_idx -> request
+        is_discarded: Sequence[bool],            # [R]
+    ) -> tuple[list[int], dict[str, TopLogprobs]]:
+        """One token per row, and log-probabilities where they were asked for and the token is kept."""
+        raw_logits = logits
+        logits = self._forbid_early_stop(logits.float(), requests)
+        token_ids = logits.argmax(-1)            # [R] int64
+        drawn = [
+            batch_idx
+            for batch_idx, request in enumerate(requests)
+            if request.sampling_params.temperature >= GREEDY_BELOW and not is_discarded[batch_idx]
+        ]
+        if drawn:
+            rows = [requests[batch_idx] for batch_idx in drawn]
+            token_ids[drawn] = self._draw(logits[drawn], rows)
+        sampled = token_ids.tolist()
+        wanted = {
+            batch_idx: request.sampling_params.logprobs
+            for batch_idx, request in enumerate(requests)
+            if request.sampling_params.logprobs is not None and not is_discarded[batch_idx]
+        }
+        logprobs = {}
+        if wanted:
+            top = top_logprobs(raw_logits[list(wanted)], token_ids[list(wanted)], list(wanted.values()))
+            logprobs = {requests[batch_idx].req_id: entry for batch_idx, entry in zip(wanted, top, strict=True)}
+        if trace.decisions:
+            for event in self._events(raw_logits, requests, sampled, is_discarded):
+                trace.emit(event)
+        return sampled, logprobs
+
+    def _forbid_early_stop(self, logits: Tensor, requests: Sequence[CachedRequestState]) -> Tensor:
+        """End-of-text and stop tokens are impossible while a row has fewer than min_tokens of output."""
+        rows: list[int] = []
+        columns: list[int] = []
+        for batch_idx, request in enumerate(requests):
+            params = request.sampling_params
+            if len(request.output_token_ids) < params.min_tokens:
+                stop_ids = {*self.eos_token_ids, *params.stop_token_ids}
+                rows += [batch_idx] * len(stop_ids)
+                columns += stop_ids
+        if not rows:
+            return logits
+        logits = logits.clone()
+        logits[rows, columns] = float("-inf")
+        return logits
+
+    def _draw(self, logits: Tensor, requests: Sequence[CachedRequestState]) -> Tensor:
+        """One draw from each row's distribution: [N, vocab] float32 → [N] int64."""
+        params = [request.sampling_params for request in requests]
+        logits = logits / _column([p.temperature for p in params], logits)
+        logits = _keep_min_p(logits, params)
+        logits = _keep_top_k_top_p(logits, params)
+        probs = logits.softmax(-1)
+        # The token with the largest p / q, q exponential, is distributed like p, and rows can draw
+        # from generators of their own.
+        q = torch.empty_like(probs)
+        for row, request in zip(q, requests, strict=True):
+            row.exponential_(generator=request.generator or self.generator)
+        return (probs / q).argmax(-1)
+
+    def _events(
+        self, logits: Tensor, requests: Sequence[CachedRequestState], sampled: list[int], is_discarded: Sequence[bool]
+    ) -> list[TokensSampled]:
+        """What was chosen among what; the log-probabilities are those of the raw logits."""
+        chosen = torch.tensor(sampled, device=logits.device)
+        entries = top_logprobs(logits, chosen, [NUM_TRACED_CANDIDATES] * len(sampled))
+        events = []
+        for batch_idx, (request, entry) in enumerate(zip(requests, entries, strict=True)):
+            candidates = [
+                Candidate(token_id=token_id, text=self._text(token_id), logprob=_finite(logprob))
+                for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True)
+            ]
+            token_id = sampled[batch_idx]
+            events.append(
+                TokensSampled(
+                    request_id=request.req_id,
+                    row=batch_idx,
+                    token_id=token_id,
+                    text=self._text(token_id),
+                    logprob=next(c.logprob for c in candidates if c.token_id == token_id),
+                    top=candidates[-NUM_TRACED_CANDIDATES:],
+                    kept=not is_discarded[batch_idx],
+                )
+            )
+        return events
+
+    def _text(self, token_id: int) -> str | None:
+        return self.token_text(token_id) if self.token_text else None
+
+
+def top_logprobs(
+    logits: Tensor,          # [N, vocab]   raw
+    token_ids: Tensor,       # [N] int64    chosen
+    counts: Sequence[int],   # [N]          how many candidates each row wants
+) -> list[TopLogprobs]:
+    """The most likely candidates of every row, and the chosen token with its rank.
+
+    Logits [0, 2, 1] with token 0 chosen and one candidate wanted: ids [0, 1], rank 3.
+    """
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)                     # [N, vocab]
+    chosen = logprobs.gather(-1, token_ids[:, None])                           # [N, 1]
+    ranks = (logprobs >= chosen).sum(-1).tolist()
+    top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    entries = []
+    for row, count in enumerate(counts):
+        ids, values = top.indices[row, :count].tolist(), top.values[row, :count].tolist()
+        token_id = int(token_ids[row])
+        if token_id not in ids:
+            ids, values = [token_id, *ids], [chosen[row].item(), *values]
+        entries.append(TopLogprobs(token_ids=ids, logprobs=values, rank=ranks[row]))
+    return entries
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    """[N, 1] on the device of ``like``."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _keep_min_p(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Drop tokens less likely than min_p times the most likely one."""
+    if not any(p.min_p for p in params):
+        return logits
+    probs = logits.softmax(-1)
+    least = _column([p.min_p for p in params], logits) * probs.amax(-1, keepdim=True)
+    return logits.masked_fill(probs < least, float("-inf"))
+
+
+def _keep_top_k_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Keep the k most likely tokens, and of those the fewest whose probabilities reach p.
+
+    Probabilities 0.5, 0.3, 0.15, 0.05 with top_p 0.7 keep the first two: 0.5 alone does not reach it.
+    """
+    vocab_size = logits.shape[-1]
+    ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    if min(ks) == vocab_size and all(p.top_p == 1 for p in params):
+        return logits
+    ascending, order = logits.sort(dim=-1)
+    kth = ascending.gather(-1, vocab_size - torch.tensor(ks, device=logits.device)[:, None])  # [N, 1] k-th largest
+    ascending = ascending.masked_fill(ascending < kth, float("-inf"))
+    below = ascending.softmax(-1).cumsum(-1)                                                   # [N, vocab]
+    is_dropped = below <= 1 - _column([p.top_p for p in params], logits)
+    is_dropped[:, -1] = False  # the most likely token always stays
+    ascending = ascending.masked_fill(is_dropped, float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ascending)
+
+
+def _finite(logprob: float) -> float | None:
+    """A trace says null for minus infinity."""
+    return logprob if logprob > float("-inf") else None
