@@ -176,8 +176,6 @@ def processor(tokenizer: Tokenizer | None, eos: tuple[int, ...] = (EOS,)) -> Inp
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ("", {}, "is empty"),
-        ([], {}, "is empty"),
         ([258], {}, "outside the vocabulary"),
         ([-1], {}, "outside the vocabulary"),
         ("\ud800", {}, "lone surrogate"),

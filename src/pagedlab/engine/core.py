@@ -21,6 +21,11 @@ from pagedlab.trace.tracer import trace
 _engine_ids = itertools.count()
 
 
+def next_engine_id() -> int:
+    """A number of its own for each engine of this process; drawn early, for events before the first step."""
+    return next(_engine_ids)
+
+
 class Executor(Protocol):
     """Runs the model on what was scheduled: the worker, or a stand-in without a model."""
 
@@ -40,8 +45,9 @@ class EngineCore:
         *,
         about: dict[str, dict[str, Any]],                 # the trace header's model, config and tokenizer
         token_text: Callable[[int], str] | None = None,   # for people who read the trace
+        engine_id: int | None = None,                     # if events of this engine came before it
     ) -> None:
-        self.engine_id = next(_engine_ids)
+        self.engine_id = next_engine_id() if engine_id is None else engine_id
         self.scheduler = scheduler
         self.executor = executor
         self.about = about

@@ -68,7 +68,7 @@ class InputProcessor:
         """Tokenize, check, and make one request per continuation.
 
         Raises:
-            UserError: an empty prompt, ids outside the vocabulary, text without a tokenizer, or
+            UserError: ids outside the vocabulary, text without a tokenizer, or
                 parameters that this model cannot serve.
         """
         text, token_ids, cache_salt = self._tokenize(prompt)
@@ -87,6 +87,7 @@ class InputProcessor:
                     cache_salt=cache_salt,
                     eos_token_id=self.eos_token_id,
                     block_hasher=self._block_hasher,
+                    prompt=text,
                 )
             )
         return ProcessedInput(request_id, text, token_ids, params, requests)
@@ -128,8 +129,6 @@ class InputProcessor:
         return None, _token_ids(prompt), cache_salt
 
     def _check(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-        if not token_ids:
-            raise UserError(f"the prompt of {request_id} is empty: give at least one token.")
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise UserError(

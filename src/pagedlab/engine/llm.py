@@ -1,0 +1,418 @@
+"""The Python API: build an engine, hand it prompts, get text (vllm/entrypoints/llm.py).
+
+    from pagedlab import LLM, SamplingParams
+    llm = LLM()
+    print(llm.generate("It is a truth", SamplingParams(temperature=0))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pagedlab.config import EngineConfig
+from pagedlab.engine.core import EngineCore, next_engine_id
+from pagedlab.engine.guards import check_at_the_door
+from pagedlab.engine.input_processor import InputProcessor, ProcessedInput, Prompt
+from pagedlab.engine.interrupt import interrupts_wait
+from pagedlab.engine.output_processor import OutputKind, OutputProcessor, RequestOutput
+from pagedlab.engine.tokenizer import Tokenizer
+from pagedlab.errors import UserError
+from pagedlab.kv.hashing import request_block_hasher
+from pagedlab.kv.initialize import get_kv_cache_config, get_kv_cache_groups, initialize, resolve_max_model_len
+from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
+from pagedlab.models.config import ModelConfig
+from pagedlab.models.resolve import display_name, resolve_model
+from pagedlab.sampling_params import SamplingParams
+from pagedlab.sched.scheduler import Scheduler
+from pagedlab.trace.events import EngineSnapshot, RequestRefused, Scalar
+from pagedlab.trace.tracer import trace
+from pagedlab.worker.kv_memory import Available
+from pagedlab.worker.worker import Worker
+
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """An engine in this process, and the two ways to use it.
+
+    ``generate`` and ``stream`` take prompts and see them through. ``add_request``, ``step`` and
+    ``abort`` are the level below, for whoever wants to watch or drive single steps.
+
+    Attributes:
+        config: as it was given.
+        model_config: what the checkpoint says.
+        max_model_len: most tokens of prompt plus output, resolved.
+        core: the engine core: ``core.scheduler`` and its queues and blocks, ``core.executor``.
+        startup_seconds: where the time to build the engine went.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, config: EngineConfig | None = None, **knobs: Any) -> None:
+        """Build an engine from a model and knobs, or from an EngineConfig.
+
+        Args:
+            model: a directory or a hub id; None is the embedded model.
+            config: all knobs at once, instead of ``model`` and ``knobs``.
+            knobs: fields of EngineConfig.
+
+        Raises:
+            UserError: an unknown or impossible knob, no such model, or one that does not fit.
+        """
+        self.config = _engine_config(model, config, knobs)
+        self.startup_seconds: dict[str, float] = {}
+        with self._timed("find the model"):
+            model_dir = resolve_model(self.config.model)
+            self.model_config = ModelConfig.from_directory(model_dir)
+        with self._timed("read the tokenizer"):
+            self.tokenizer = Tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
+        self.core = self._build_core(model_dir)
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.model_config.eos_token_ids,
+            max_model_len=self.max_model_len,
+            block_hasher=request_block_hasher(self.config.block_size) if self.config.enable_prefix_caching else None,
+        )
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # request -> where generate or stream waits for it
+        self._unclaimed: list[RequestOutput] = []           # of add_request, for the next step()
+        self._num_added = 0
+
+    # ---------------------------------------------------------------- prompts in, results out
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue prompts; the results are in the order of the prompts.
+
+        All prompts are checked before the first one enters, so a bad one changes nothing. After
+        Ctrl-C the requests are aborted and the engine can be used again.
+
+        Args:
+            prompts: text, token ids, ``{"prompt_token_ids": […]}``, or a list of these.
+            sampling_params: for all, or one per prompt; the default is vLLM's (temperature 1, 16 tokens).
+            priority: one per prompt, smaller is more urgent; only the priority policy looks at it.
+            progress: count finished prompts on stderr.
+
+        Raises:
+            UserError: a bad prompt or parameter; the sentence says which.
+        """
+        inbox: list[RequestOutput] = []
+        request_ids = self._submit(prompts, sampling_params, priority, "final_only", inbox)
+        results: dict[str, RequestOutput] = {}
+        with self._owning(request_ids):
+            while len(results) < len(request_ids):
+                self._run_step()
+                results |= {output.request_id: output for output in inbox}
+                inbox.clear()
+                if progress:
+                    print(f"\r{len(results)}/{len(request_ids)} prompts", end="", file=sys.stderr, flush=True)
+        if progress:
+            print(file=sys.stderr)
+        return [results[request_id] for request_id in request_ids]
+
+    def stream(
+        self, prompts: Prompts, sampling_params: Params | None = None, *, priority: Sequence[int] | None = None
+    ) -> Iterator[RequestOutput]:
+        """As ``generate``, but yields what each step adds, in whole characters.
+
+        ``output.outputs`` holds the continuations that grew, with only their new text and tokens;
+        the texts of one index add up to the final text. Closing the iterator aborts what still runs.
+
+        Raises:
+            UserError: at once, not at the first output.
+        """
+        inbox: list[RequestOutput] = []
+        request_ids = self._submit(prompts, sampling_params, priority, "delta", inbox)
+        return self._stream(request_ids, inbox)
+
+    def _stream(self, request_ids: list[str], inbox: list[RequestOutput]) -> Generator[RequestOutput, None, None]:
+        num_running = len(request_ids)
+        with self._owning(request_ids):
+            while num_running or inbox:
+                if not inbox:
+                    self._run_step()
+                    continue
+                output = inbox.pop(0)
+                num_running -= output.finished
+                yield output
+
+    # ---------------------------------------------------------------- step by step
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> str:
+        """Let one prompt in and return its id; ``step`` then reports on it.
+
+        Args:
+            request_id: r0, r1, … if None; one that is in use is refused.
+            arrival_time: breaks ties of the priority policy. If None, requests are numbered as they
+                come, so that a trace does not depend on the clock.
+
+        Raises:
+            UserError: a bad prompt or parameter, or an id in use; nothing has changed.
+        """
+        processed = self._process(prompt, sampling_params or SamplingParams(), request_id, priority, arrival_time)
+        self._add([processed], "cumulative")
+        return processed.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, if there is work; returns what became of requests from ``add_request``."""
+        if self.core.has_unfinished_requests():
+            self._run_step()
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs
+
+    def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
+        """Cancel requests, with all their continuations; returns what they had. Unknown ids are ignored."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        core_ids, outputs = self._outputs.abort_requests(request_ids)
+        self.core.abort_requests(core_ids)
+        for output in outputs:
+            self._inboxes.get(output.request_id, []).append(output)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another ``step`` has anything to do or to report."""
+        return self.core.has_unfinished_requests() or bool(self._unclaimed)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing is changed, while any block is in use."""
+        return self.core.reset_prefix_cache()
+
+    def _run_step(self) -> None:
+        """One step of the core, its outputs to whoever waits for them.
+
+        A step that is cut off by an exception may have marked blocks as cached that were never
+        written, so everything is aborted and the prefix cache emptied before the exception goes on.
+        """
+        with interrupts_wait():
+            try:
+                core_outputs = self.core.step()
+            except BaseException:
+                self.abort(self._outputs.unfinished_request_ids())
+                self.core.reset_prefix_cache()
+                raise
+            outputs, to_abort = self._outputs.process_outputs(core_outputs)
+            if to_abort:
+                self.core.abort_requests(to_abort)
+            for output in outputs:
+                self._inboxes.get(output.request_id, self._unclaimed).append(output)
+
+    # ---------------------------------------------------------------- at the door
+
+    def _submit(
+        self,
+        prompts: Prompts,
+        sampling_params: Params | None,
+        priority: Sequence[int] | None,
+        kind: OutputKind,
+        inbox: list[RequestOutput],
+    ) -> list[str]:
+        """Let several prompts in, all or none."""
+        each: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(each))
+        priorities = _one_per_prompt("priority", 0 if priority is None else priority, int, len(each))
+        batch = [self._process(p, s, None, n, None) for p, s, n in zip(each, params, priorities, strict=True)]
+        self._add(batch, kind)
+        request_ids = [processed.request_id for processed in batch]
+        self._inboxes |= dict.fromkeys(request_ids, inbox)
+        return request_ids
+
+    def _process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        arrival_time: float | None,
+    ) -> ProcessedInput:
+        if request_id is None:
+            request_id = self._inputs.next_request_id()
+        else:
+            self._inputs.note_request_id(request_id)
+        self._num_added += 1
+        return self._inputs.process(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            arrival_time=float(self._num_added) if arrival_time is None else arrival_time,
+        )
+
+    def _add(self, batch: list[ProcessedInput], kind: OutputKind) -> None:
+        """Check everything, then change something."""
+        if trace.on:
+            trace.enter(self.core)
+        for processed in batch:
+            if processed.request_id in self._outputs:
+                message = f"request {processed.request_id} is still running: wait for it, abort it, or use another id."
+                if trace.on:
+                    trace.emit(
+                        RequestRefused(
+                            request_id=processed.request_id, reason="id_in_use", message=message, numbers={}
+                        )
+                    )
+                raise UserError(message)
+            for request in processed.requests:
+                check_at_the_door(self.core.scheduler, request)
+        for processed in batch:
+            self._outputs.add_request(processed, kind=kind)
+            for request in processed.requests:
+                self.core.add_request(request)
+
+    @contextmanager
+    def _owning(self, request_ids: list[str]) -> Iterator[None]:
+        """Whatever ends the block, none of these requests outlives it."""
+        try:
+            yield
+        finally:
+            self.abort(request_ids)
+            for request_id in request_ids:
+                del self._inboxes[request_id]
+
+    # ---------------------------------------------------------------- building
+
+    def _build_core(self, model_dir: Path) -> EngineCore:
+        """Worker, KV cache, scheduler: in this order, as the cache's size needs the model in memory."""
+        config, model_config = self.config, self.model_config
+        with self._timed("load the weights"):
+            worker = Worker(config, model_config, model_dir)
+            worker.load_model()
+        with self._timed("initialize the KV cache"):
+            specs = worker.get_kv_cache_specs()
+            available_bytes, how, terms = self._available_memory(worker, specs)
+            self.max_model_len, warning = resolve_max_model_len(
+                specs,
+                available_bytes,
+                max_model_len=config.max_model_len,
+                model_max_len=model_config.max_position_embeddings,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                num_blocks=config.num_blocks,
+            )
+            if warning:
+                print(f"pagedlab: notice: {warning}", file=sys.stderr)
+            engine_id = next_engine_id()
+            about = self._about(worker)
+            if trace.on:
+                trace.enter(_EngineUnderConstruction(engine_id, about))
+            kv_cache_config = initialize(
+                specs, available_bytes, how, terms, max_model_len=self.max_model_len, num_blocks=config.num_blocks
+            )
+            _allocate(worker, kv_cache_config, self.max_model_len)
+        scheduler = Scheduler(
+            config.scheduler_config(self.max_model_len),
+            kv_cache_config,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        token_text = None if self.tokenizer is None else self.tokenizer.token_text
+        worker.runner.sampler.token_text = token_text
+        return EngineCore(scheduler, worker, about=about, engine_id=engine_id, token_text=token_text)
+
+    def _available_memory(self, worker: Worker, specs: dict[str, AttentionSpec]) -> Available:
+        """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
+        num_blocks = self.config.num_blocks
+        if num_blocks is None:
+            return worker.determine_available_memory()
+        bytes_per_block = get_kv_cache_config(get_kv_cache_groups(specs), 0, num_blocks).bytes_per_block
+        terms: dict[str, Scalar] = {"num_blocks": num_blocks, "bytes_per_block": bytes_per_block}
+        return num_blocks * bytes_per_block, "num_blocks_given", terms
+
+    def _about(self, worker: Worker) -> dict[str, dict[str, Any]]:
+        """The header's model, config and tokenizer: what this engine is, with everything resolved."""
+        model = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.model_config).items()}
+        return {
+            "model": {"name": display_name(self.config.model), **model},
+            "config": {
+                **asdict(self.config),
+                "max_model_len": self.max_model_len,
+                "device": str(worker.device),
+                "dtype": str(worker.dtype).removeprefix("torch."),
+                "attention_backend": worker.backend.name,
+            },
+            "tokenizer": {} if self.tokenizer is None else dict(self.tokenizer.describe()),
+        }
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.startup_seconds[part] = time.perf_counter() - start
+
+
+class _EngineUnderConstruction:
+    """What the tracer is told before there is an engine: its id and the header, and no state yet."""
+
+    step_id = -1
+
+    def __init__(self, engine_id: int, about: dict[str, dict[str, Any]]) -> None:
+        self.engine_id = engine_id
+        self._about = about
+
+    def describe(self) -> dict[str, Any]:
+        return self._about
+
+    def snapshot(self) -> EngineSnapshot | None:
+        return None
+
+
+def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    """Have the worker make the cache; more than the machine can give is a user's mistake."""
+    try:
+        worker.initialize_from_config(kv_cache_config, max_model_len)
+    except (RuntimeError, MemoryError) as e:
+        if "memory" not in str(e).lower():
+            raise
+        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        raise UserError(
+            f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
+            "more than this machine can give: lower num_blocks or kv_cache_memory."
+        ) from e
+
+
+def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs: Mapping[str, Any]) -> EngineConfig:
+    if config is not None:
+        if model is not None or knobs:
+            raise UserError("give LLM either a config or a model with knobs, not both.")
+        return config
+    unknown = sorted(set(knobs) - set(EngineConfig.field_names()))
+    if unknown:
+        raise UserError(f"LLM has no knob {unknown[0]!r}: it has {', '.join(EngineConfig.field_names())}.")
+    return EngineConfig(model=None if model is None else str(model), **knobs)
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """Text, a dict, or a list that begins with a token id."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    if not isinstance(prompts, Sequence):
+        return hasattr(prompts, "ndim") and prompts.ndim == 1
+    return bool(prompts) and hasattr(prompts[0], "__index__")
+
+
+def _one_per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:
+    """The same for all prompts, or as many as there are."""
+    if isinstance(given, kind):
+        return [given] * count
+    each = list(given)
+    if len(each) != count:
+        raise UserError(f"{name} has {len(each)} entries for {count} prompts: give one for all, or one each.")
+    return each
