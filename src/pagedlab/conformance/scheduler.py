@@ -25,11 +25,14 @@ def replay_scheduler(document: dict[str, Any], path: str) -> list[Outcome]:
     """Drive our scheduler through one recording; compare every recorded field of every step.
 
     Raises:
-        UserError: the document is not such a recording.
+        UserError: the document is not such a recording, or its inputs are not proper.
     """
     recorded = document.get("steps")
     if not isinstance(recorded, list):
         raise UserError(f"{path} has no recorded steps: it is a scenario, not a recording.")
+    for n, step in enumerate(recorded):
+        if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+            raise UserError(f"{path}: entry {n} of steps does not say which step it is.")
     scenario = Scenario.from_document(document, path)
     difference = _first_difference(scenario, document)
     if difference is None:

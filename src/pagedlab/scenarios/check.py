@@ -1,7 +1,4 @@
-"""Says in one sentence what is wrong with a scenario document.
-
-Recordings (documents with ``steps``) were written by a program and are checked for their shape only.
-"""
+"""Says in one sentence what is wrong with a scenario document, or with the inputs of a recording."""
 
 from __future__ import annotations
 
@@ -41,14 +38,12 @@ def check_document(document: Any, path: str) -> None:
         raise UserError(f"{path} is not a scenario: it must be one JSON object.")
     if document.get("format") not in FORMATS:
         raise UserError(f"{path} has the format {document.get('format')!r}: a scenario says {FORMATS[0]!r}.")
-    is_recording = "steps" in document
     parts = [("config", dict), ("requests", dict)] + ([("script", list)] if "script" in document else [])
     for part, kind in parts:
         if not isinstance(document.get(part), kind):
             raise UserError(f"{path} has no {part}: it must be a JSON {'object' if kind is dict else 'list'}.")
-    if is_recording:
-        return
-    _known(document, PARTS, path)
+    if "steps" not in document:  # a recording has more parts: what was decided
+        _known(document, PARTS, path)
     for text in ("name", "about", "model"):
         if document.get(text) is not None and not isinstance(document[text], str):
             raise UserError(f"{path}: {text} must be text.")
