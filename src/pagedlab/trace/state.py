@@ -171,7 +171,8 @@ class Fold:
     """States of all engines of a trace, and the proof that no record was left out.
 
     Raises:
-        UserError: from :meth:`apply`, when a record is missing before the event.
+        UserError: from :meth:`apply`, when a record is missing before the event, or the event
+            cannot follow what came before.
     """
 
     def __init__(self) -> None:
@@ -205,7 +206,12 @@ class Fold:
         elif type(event) is EngineSnapshot:
             self.states[event.engine] = EngineState.from_snapshot(event)
         elif event.engine in self.states:
-            self.states[event.engine].apply(event)
+            try:
+                self.states[event.engine].apply(event)
+            except (LookupError, TypeError, ValueError):
+                raise UserError(
+                    f"{describe(event)} does not fit the state before it: the trace is damaged or incomplete."
+                ) from None
 
 
 # ------------------------------------------------------------------ one handler per event that changes the state
@@ -235,7 +241,8 @@ def _request_aborted(state: EngineState, e: RequestAborted) -> None:
 
 
 def _request_finished(state: EngineState, e: RequestFinished) -> None:
-    state._dequeue(e.request_id)
+    if e.finish_reason != "abort":  # an aborted one left its queue with request_aborted
+        state._dequeue(e.request_id)
     state.requests.pop(e.request_id, None)
 
 
@@ -450,7 +457,7 @@ def walk_live(core: EngineCore) -> EngineState:
         engine=core.engine_id,
         step=core.step_id,
         seq=-1,
-        block_sizes=[g.kv_cache_spec.block_size for g in manager.kv_cache_config.kv_cache_groups],
+        block_sizes=[group.block_size for group in manager.groups],
         num_blocks=pool.num_blocks,
         requests=requests,
         waiting=[r.request_id for r in scheduler.waiting],
