@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pagedlab.engine.core import EngineCore
 from pagedlab.errors import UserError
@@ -16,6 +16,7 @@ class ScenarioResult:
 
     num_steps: int = 0
     token_ids: dict[str, list[int]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)           # only with a model
     finish_reasons: dict[str, str] = field(default_factory=dict)  # stop, length, abort or error
     refused: dict[str, str] = field(default_factory=dict)         # sentence, for those not let in
     errors: dict[str, str] = field(default_factory=dict)          # sentence, for finish reason error
@@ -36,16 +37,39 @@ class Stage(Protocol):
     def is_busy(self) -> bool: ...
 
 
-def run(scenario: Scenario) -> ScenarioResult:
-    """Run a scenario that brings its own tokens, on the stand-in model.
+class ModelEngine(Protocol):
+    """What a scenario asks of ``pagedlab.LLM``, which it does not import: it needs torch."""
+
+    core: EngineCore
+
+    def add_request(
+        self, prompt: Any, sampling_params: Any, *, request_id: str, priority: int, arrival_time: float | None
+    ) -> str: ...
+
+    def step(self) -> list[Any]: ...
+
+    def abort(self, request_id: str) -> list[Any]: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+
+def run(scenario: Scenario, llm: ModelEngine | None = None) -> ScenarioResult:
+    """Play a scenario: on the stand-in model if it brings its own tokens, else on ``llm``.
+
+    ``LLM(config=scenario.engine_config())`` is the engine the scenario has in mind.
 
     Raises:
-        UserError: the scenario needs a model.
+        UserError: the scenario needs a model and there is none.
     """
-    if scenario.needs_model:
-        raise UserError(f"scenario {scenario.name} needs a model: its requests have no sampled_token_ids.")
     result = ScenarioResult()
-    play(scenario, CoreStage(scenario, build_engine_core(scenario), result), result)
+    if not scenario.needs_model:
+        play(scenario, CoreStage(scenario, build_engine_core(scenario), result), result)
+    elif llm is not None:
+        play(scenario, ModelStage(scenario, llm, result), result)
+    else:
+        raise UserError(f"scenario {scenario.name} needs a model: its requests have no sampled_token_ids.")
     return result
 
 
@@ -98,3 +122,46 @@ class CoreStage:
 
     def is_busy(self) -> bool:
         return self.core.has_unfinished_requests()
+
+
+class ModelStage:
+    """``pagedlab.LLM``, driven step by step."""
+
+    def __init__(self, scenario: Scenario, llm: ModelEngine, result: ScenarioResult) -> None:
+        self.scenario, self.llm, self.result = scenario, llm, result
+
+    def add(self, request_id: str) -> None:
+        spec = self.scenario.requests[request_id]
+        kept = ("prompt_token_ids", "cache_salt") if "prompt_token_ids" in spec else ("prompt", "cache_salt")
+        self.llm.add_request(
+            {name: spec[name] for name in kept if spec.get(name) is not None},
+            self.scenario.sampling_params(request_id),
+            request_id=request_id,
+            priority=spec.get("priority", 0),
+            arrival_time=spec.get("arrival_time"),
+        )
+
+    def abort(self, request_id: str) -> None:
+        self._take(self.llm.abort(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def step(self) -> None:
+        if self.llm.has_unfinished_requests():
+            self._take(self.llm.step())
+        else:
+            self.llm.core.step()  # an idle step, which LLM.step would leave out
+
+    def is_busy(self) -> bool:
+        return self.llm.has_unfinished_requests()
+
+    def _take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            first = output.outputs[0]
+            self.result.token_ids[output.request_id] = list(first.token_ids)
+            self.result.texts[output.request_id] = first.text
+            if first.finish_reason is not None:
+                self.result.finish_reasons[output.request_id] = first.finish_reason
+            if first.error is not None:
+                self.result.errors[output.request_id] = first.error
