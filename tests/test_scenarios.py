@@ -302,9 +302,10 @@ def test_prefix_hit_takes_two_blocks_of_the_finished_request(told):
     assert (hit.request_id, hit.num_computed_tokens) == ("r1", 8)
 
 
-def test_prefix_miss_finds_nothing_after_another_first_word(told):
-    _, other_start, too_short = of_kind(told["prefix-miss"][0], "prefix_matched")
-    assert (other_start.num_computed_tokens, other_start.stopped_at_block, other_start.why) == (0, 0, "never_cached")
+def test_prefix_miss_finds_nothing_after_another_word_in_the_first_block(told):
+    _, other_word, too_short = of_kind(told["prefix-miss"][0], "prefix_matched")
+    assert (other_word.num_computed_tokens, other_word.stopped_at_block, other_word.why) == (0, 0, "never_cached")
+    assert (other_word.key_differs, other_word.similar_block_id) == ("tokens", 1)
     assert (too_short.num_computed_tokens, too_short.why) == (0, "partial_block")
 
 
