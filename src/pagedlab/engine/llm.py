@@ -49,6 +49,7 @@ class LLM:
         config: as it was given.
         model_config: what the checkpoint says.
         max_model_len: most tokens of prompt plus output, resolved.
+        kv_cache_config: groups, blocks and buffers of the KV cache.
         core: the engine core: ``core.scheduler`` and its queues and blocks, ``core.executor``.
         startup_seconds: where the time to build the engine went.
     """
@@ -148,6 +149,17 @@ class LLM:
                 num_running -= output.finished
                 yield output
 
+    def chat_prompt(self, messages: list[dict[str, str]]) -> Prompt:
+        """A conversation as the prompt that the model's chat template makes of it.
+
+        Raises:
+            UserError: the model has no tokenizer or no template, or it refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise UserError("this model folder has no tokenizer.json: give token ids instead of text.")
+        text = self.tokenizer.apply_chat_template(messages)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
     # ---------------------------------------------------------------- step by step
 
     def add_request(
@@ -174,9 +186,11 @@ class LLM:
         return processed.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, if there is work; returns what became of requests from ``add_request``."""
-        if self.core.has_unfinished_requests():
-            self._run_step()
+        """Run one step and return what became of the requests from ``add_request``.
+
+        Without work it schedules nothing, and tells the worker who has finished.
+        """
+        self._run_step()
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
@@ -313,13 +327,13 @@ class LLM:
             about = self._about(worker)
             if trace.on:
                 trace.enter(_EngineUnderConstruction(engine_id, about))
-            kv_cache_config = initialize(
+            self.kv_cache_config = initialize(
                 specs, available_bytes, how, terms, max_model_len=self.max_model_len, num_blocks=config.num_blocks
             )
-            _allocate(worker, kv_cache_config, self.max_model_len)
+            _allocate(worker, self.kv_cache_config, self.max_model_len)
         scheduler = Scheduler(
             config.scheduler_config(self.max_model_len),
-            kv_cache_config,
+            self.kv_cache_config,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
@@ -340,7 +354,11 @@ class LLM:
         """The header's model, config and tokenizer: what this engine is, with everything resolved."""
         model = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.model_config).items()}
         return {
-            "model": {"name": display_name(self.config.model), **model},
+            "model": {
+                "name": display_name(self.config.model),
+                **model,
+                "num_parameters": sum(p.numel() for p in worker.runner.model.parameters()),
+            },
             "config": {
                 **asdict(self.config),
                 "max_model_len": self.max_model_len,
