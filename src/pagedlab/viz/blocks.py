@@ -1,0 +1,211 @@
+"""The block pool as a strip of cells, and the block tables with the text in their blocks."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from pagedlab.trace.events import BlockAllocated, BlockCached, BlockEvicted, BlockFreed, BlockTouched, TokensSampled
+from pagedlab.viz.decisions import more, plural
+from pagedlab.viz.layout import GLUE, Part, Pen, glue
+from pagedlab.viz.step_view import Pool, RequestView, StepView
+
+STATES = ("in_use", "shared", "cached", "free", "null")
+WORDS = {"in_use": "in use", "shared": "shared", "cached": "cached", "free": "free", "null": "null"}
+BUSIEST = ("shared", "in_use", "cached", "free", "null")  # which state a cell of several blocks shows
+CLUSTER = 10  # cells are drawn in tens, to be counted
+MAX_ROWS = 4
+
+
+def cell(pen: Pen, state: str, owners: int = 0) -> tuple[str, str]:
+    """The glyph of one block; a shared block shows its number of owners."""
+    glyphs = pen.glyphs
+    if state == "shared":
+        return (str(owners) if owners <= 9 else glyphs.many), "shared"
+    return str(getattr(glyphs, state)), state
+
+
+def pool_strip(pen: Pen, pool: Pool) -> list[Text]:
+    """One cell per block where that fits; else each cell stands for several, and says so.
+
+    A tail in which every block is free is told in words instead of drawn.
+    """
+    label = len(f"{max(pool.num_blocks - 1, 0):,}") + 1
+    per_row = max(1, (pen.width - label) // (CLUSTER + 1)) * CLUSTER
+    last = max([0, *pool.ref_counts, *pool.cached])
+    drawn = min(pool.num_blocks, -(-(last + 1) // per_row) * per_row)
+    if pool.num_blocks <= 2 * per_row:
+        drawn = pool.num_blocks
+    size = 1
+    while -(-drawn // size) > per_row * MAX_ROWS:
+        size *= 2
+    lines = []
+    for start in range(0, drawn, per_row * size):
+        parts: list[Part] = [(f"{start:,}".rjust(label - 1) + " ", "dim")]
+        for i, first in enumerate(range(start, min(start + per_row * size, drawn), size)):
+            if i and i % CLUSTER == 0:
+                parts.append(" ")
+            parts.append(_busiest(pen, pool, range(first, min(first + size, drawn))))
+        lines.append(pen.line(*parts))
+    counts = pool.counts()
+    tail = pool.num_blocks - drawn
+    says = "one cell = 1 block" if size == 1 else f"one cell = {size} blocks, drawn as its busiest"
+    numbers: list[Part] = []
+    for state in STATES:
+        if counts[state] or state in ("in_use", "free"):
+            words = "shared (digit = owners)" if state == "shared" else WORDS[state]
+            sign, style = cell(pen, state, 2)
+            numbers += [(sign + GLUE, style), glue(f"{counts[state]:,} {words}"), "   "]
+    if tail > 0:
+        lines.append(pen.line((f"… blocks {drawn:,}–{pool.num_blocks - 1:,} are all free", "dim")))
+    lines += pen.paragraph(*numbers, (glue(says), "dim"))
+    return lines
+
+
+def _busiest(pen: Pen, pool: Pool, ids: range) -> Part:
+    state = min((pool.state_of(i) for i in ids), key=BUSIEST.index)
+    return cell(pen, state, max((pool.ref_counts.get(i, 0) for i in ids), default=0))
+
+
+def changes(pen: Pen, view: StepView) -> list[Text]:
+    """What happened to blocks in this step, in words."""
+    parts: list[Part] = []
+
+    def say(label: str, style: str, text: str) -> None:
+        parts.extend(["" if not parts else "   ", (label, style), " " + text])
+
+    few = max(2, pen.limits.ids // 2)
+
+    if taken := [e.block_id for e in view.of(BlockAllocated)]:
+        say("taken", "in_use", pen.ids(taken))
+    if touched := view.of(BlockTouched):
+        say("hit", "cached", ", ".join(f"{e.block_id} (owners {e.ref_cnt})" for e in touched[: 2 * few])
+            + more(len(touched) - 2 * few))
+    if cached := view.of(BlockCached):
+        say("full, now findable", "cached",
+            ", ".join(f"{e.block_id} as {pen.plain(e.hash, 9)}" for e in cached[:few]) + more(len(cached) - few))
+    if evicted := view.of(BlockEvicted):
+        told = (f"{e.block_id} (lost {pen.plain(e.hash, 9)} to {pen.name(e.request_id)[0]})" for e in evicted[:few])
+        say("evicted", "bad", ", ".join(told) + more(len(evicted) - few))
+    lines = pen.paragraph(*parts, hang=2) if parts else []
+    for reason, words in (("finished", "finished"), ("aborted", "aborted"), ("preempted", "preempted"),
+                       ("out_of_window", "slid out of the window")):
+        freed = [e for e in view.of(BlockFreed) if e.why == reason]
+        if freed:
+            keep = sum(1 for e in freed if e.ref_cnt == 0 and e.hash)
+            still = sum(1 for e in freed if e.ref_cnt)
+            tail: list[Part] = [f": {len(freed) - still} to the tail of the free queue"]
+            if keep:
+                tail.append(f", {keep} of them still findable until handed out again")
+            if still:
+                tail.append(f", {still} still owned by others")
+            lines += pen.paragraph(("freed", "free"), f" ({words}) {pen.ids(e.block_id for e in freed)}", *tail, hang=2)
+    return lines
+
+
+def next_free(pen: Pen, pool: Pool) -> list[Text]:
+    if not pool.next_free:
+        return [pen.line(("free queue is empty", "bad"))]
+    parts: list[Part] = [("handed out next  ", "dim")]
+    for block_id in pool.next_free:
+        state = pool.state_of(block_id)
+        parts += [(f"{block_id}{pen.glyphs.cached if state == 'cached' else ''} ", state)]
+    if pool.num_free > len(pool.next_free):
+        parts.append((f"… {pool.num_free - len(pool.next_free):,} more", "dim"))
+    return pen.paragraph(*parts, hang=2)
+
+
+def block_table(pen: Pen, view: StepView, name: str, row: RequestView, block_sizes: list[int],
+                pool: Pool | None, row_number: int | None) -> list[Text]:
+    """Every block of one request: logical block → physical block, and the tokens in its cells."""
+    end = row.num_computed_tokens + row.num_scheduled_tokens
+    where = f" · row {row_number}" if row_number is not None else ""
+    lines = pen.paragraph(
+        pen.name(name), f"  {plural(row.num_tokens, 'token')} known · {row.num_computed_tokens:,} computed before · ",
+        (f"{pen.glyphs.written}{row.num_scheduled_tokens:,} in this step", "written"), where, hang=3,
+    )
+    sampled = [event for event in view.about(TokensSampled, name) if event.kept]
+    for group, table in enumerate(row.block_ids):
+        if len(row.block_ids) > 1:
+            lines.append(pen.line((f"group {group}", "dim")))
+        size = block_sizes[group] if group < len(block_sizes) else 1
+        hidden: list[int] = []
+        first_touched = row.num_computed_tokens // size
+        for logical, block_id in enumerate(table):
+            if logical < first_touched and logical >= pen.limits.full_blocks and logical < len(table) - 1:
+                hidden.append(block_id)
+                continue
+            if len(hidden) == 1:
+                lines += _one_block(pen, row, logical - 1, hidden[0], size, end, sampled, pool)
+            elif hidden:
+                lines += _hidden(pen, logical, hidden, size)
+            hidden = []
+            lines += _one_block(pen, row, logical, block_id, size, end, sampled, pool)
+    return lines
+
+
+def _hidden(pen: Pen, logical: int, hidden: list[int], size: int) -> list[Text]:
+    nulls = hidden.count(0)
+    kept = [block_id for block_id in hidden if block_id]
+    parts: list[Part] = [f"  … logical {logical - len(hidden)}–{logical - 1}"]
+    if nulls:
+        parts.append((f" → {nulls} {pen.glyphs.null} null (out of the window)", "null"))
+    if kept:
+        parts.append(f" → blocks {pen.ids(kept)}, full: {plural(len(kept) * size, 'token')} computed before")
+    return pen.paragraph(*parts, hang=4)
+
+
+def _one_block(pen: Pen, row: RequestView, logical: int, block_id: int, size: int, end: int,
+               sampled: list[TokensSampled], pool: Pool | None) -> list[Text]:
+    state = pool.state_of(block_id) if pool is not None else ("null" if block_id == 0 else "in_use")
+    owners = pool.ref_counts.get(block_id, 0) if pool is not None else 0
+    if block_id == 0:
+        return [pen.line(f"  {logical} → ", cell(pen, "null"), (" null block: slid out of the window", "dim"))]
+    head: list[Part] = [f"  {logical} → block ", (str(block_id), "number"), " ", cell(pen, state, owners), " "]
+    width = sum(cell_len(part if isinstance(part, str) else part[0]) for part in head)
+    if pen.glyphs.ascii:
+        width += 1
+    cells: list[Text] = []
+    for offset in range(size):
+        cells.append(pen._text(_cell_parts(pen, row, logical * size + offset, end, sampled)))
+    empty = 0
+    while empty < size and cells[size - 1 - empty].plain == pen.glyphs.empty:
+        empty += 1
+    lines, line = [], pen._text(head)
+    used = width
+    bar = pen._text([(pen.glyphs.cell, "dim")])
+    for text in cells[: size - empty]:
+        if used + text.cell_len + 1 > pen.width and used > width:
+            lines.append(line)
+            line, used = Text(" " * width, no_wrap=True, end=""), width
+        line.append_text(text)
+        line.append_text(bar)
+        used += text.cell_len + 1
+    if empty:
+        tail = f"{empty} empty"
+        room = pen.width - used
+        strip = pen.glyphs.empty * min(empty, max(room, 1))
+        line.append_text(pen._text([(strip, "empty")]))
+        used += len(strip)
+        if used + len(tail) + 1 <= pen.width and empty > 1:
+            line.append_text(pen._text([(" " + tail, "dim")]))
+    lines.append(line)
+    return lines
+
+
+def _cell_parts(pen: Pen, row: RequestView, position: int, end: int, sampled: list[TokensSampled]) -> list[Part]:
+    """computed before: plain; computed in this step: ▸; known without a key and value yet: ( ); else empty."""
+    glyphs = pen.glyphs
+    if position < row.num_tokens:
+        token_id, text = row.token(position)
+    elif position - row.num_tokens < len(sampled):
+        event = sampled[position - row.num_tokens]
+        token_id, text = event.token_id, event.text
+    else:
+        return [(glyphs.empty, "empty")]
+    shown = pen.token(text, token_id, width=max(4, min(14, pen.width - 20)))
+    if position < row.num_computed_tokens:
+        return [(shown, "computed")]
+    if position < end:
+        return [(glyphs.written + shown, "written")]
+    return [(glyphs.known[0] + shown + glyphs.known[1], "known")]
