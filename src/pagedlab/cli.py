@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from pagedlab.commands.bench import bench
@@ -24,6 +23,10 @@ from pagedlab.commands.trace import trace
 from pagedlab.errors import UserError
 from pagedlab.simulate.cli import simulate_command
 from pagedlab.version import __version__
+
+# typer brings click's exceptions along under changing names; these are theirs in every version.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_ClickException: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="pagedlab",
@@ -57,24 +60,33 @@ def main() -> None:
         status = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error))
-    except click.UsageError as error:
-        _fail(f"{error.format_message()} See pagedlab {_command_of(error)}--help.")
-    except click.ClickException as error:
+    except _UsageError as error:
+        _fail(f"{error.format_message().rstrip('.')}. See pagedlab {_command_of(error)}--help.")
+    except _ClickException as error:
         _fail(error.format_message())
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; keep the interpreter from flushing into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+        _end_quietly()
+    except SystemExit as end:
+        # typer and rich turn a broken pipe into status 1
+        if isinstance(end.__context__, BrokenPipeError):
+            _end_quietly()
+        raise
     raise SystemExit(status or 0)
 
 
-def _command_of(error: click.UsageError) -> str:
+def _end_quietly() -> NoReturn:
+    """The reader (head, less) has seen enough; keep the interpreter from flushing into nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0) from None
+
+
+def _command_of(error: Any) -> str:
     name = error.ctx.info_name if error.ctx else None
     return f"{name} " if name and name != "pagedlab" else ""
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     print(f"pagedlab: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
