@@ -93,22 +93,25 @@ class StateTableRunner(GPUModelRunner):
         [7, 6], query_start_loc [0, 1, 9].
         """
         counts = scheduler_output.num_scheduled_tokens
-        req_ids = sorted(counts, key=lambda req_id: counts[req_id])
+        return self._gather_batch({req_id: counts[req_id] for req_id in sorted(counts, key=counts.__getitem__)})
+
+    def _gather_batch(self, counts: dict[str, int]) -> InputBatch:
+        """The batch of these requests, in this order: request -> number of new tokens."""
         table, device = self.request_table, self.device
-        rows = [table.req_state_indices[req_id] for req_id in req_ids]
-        num_scheduled_tokens = [counts[req_id] for req_id in req_ids]
+        rows = [table.req_state_indices[req_id] for req_id in counts]
+        num_scheduled_tokens = list(counts.values())
         idx_mapping = torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
         flat = flatten_batch(
             torch.tensor(num_scheduled_tokens, dtype=torch.int32).to(device, non_blocking=True),
             table.num_computed_tokens.tensor[idx_mapping, 0],
-            scheduler_output.total_num_scheduled_tokens,
+            sum(num_scheduled_tokens),
         )
         self.seq_lens[: len(rows)] = flat.seq_lens
         self.seq_lens[len(rows) :] = 0
         state_row_of_token = idx_mapping.long()[flat.req_indices]  # [T] int64   token -> req_state_idx
         where = token_indices(state_row_of_token, flat.positions, self.max_model_len)
         return self._input_batch(
-            [self.requests[req_id] for req_id in req_ids],
+            [self.requests[req_id] for req_id in counts],
             num_scheduled_tokens,
             idx_mapping=idx_mapping,
             flat=flat._replace(seq_lens=self.seq_lens[: len(rows)]),
