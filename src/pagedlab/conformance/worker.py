@@ -13,7 +13,14 @@ import torch
 
 from pagedlab.conformance.checkpoint import replay_checkpoint
 from pagedlab.conformance.report import Outcome, first_difference
-from pagedlab.conformance.single_engine import Document, build_engine, one_group, one_thread, recorded_events, run_config
+from pagedlab.conformance.single_engine import (
+    Document,
+    build_engine,
+    one_group,
+    one_thread,
+    recorded_events,
+    run_config,
+)
 from pagedlab.conformance.worked_examples import replay_worked_example
 from pagedlab.errors import UserError
 from pagedlab.kernels.jit import How
