@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from paged_driver import CHECKPOINTS
 
+from paged_driver import CHECKPOINTS
 from pagedlab.errors import UserError
 from pagedlab.models.config import ModelConfig
 

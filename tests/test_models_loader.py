@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from paged_driver import CHECKPOINTS, PagedDriver
 from safetensors.torch import load_file, save_file
 
+from paged_driver import CHECKPOINTS, PagedDriver
 from pagedlab.attention.torch_backend import TorchBackend
 from pagedlab.errors import UserError
 from pagedlab.models.config import ModelConfig

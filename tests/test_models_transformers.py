@@ -2,22 +2,25 @@
 
 import pytest
 import torch
-from paged_driver import PagedDriver
 
+from paged_driver import PagedDriver
 from pagedlab.models.qwen3_moe import SparseMoE
 
 TOLERANCE = 1e-3
-COMMON = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_attention_heads=6, num_key_value_heads=2,
-              head_dim=20, max_position_embeddings=256, initializer_range=0.4, rms_norm_eps=1e-6)
+COMMON = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 256, "initializer_range": 0.4,
+    "rms_norm_eps": 1e-6,
+}
 SIZES = {
-    "dense": dict(num_hidden_layers=3, tie_word_embeddings=True),
-    "biased": dict(num_hidden_layers=2, attention_bias=True),
-    "moe": dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
-                norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3]),
-    "moe-unnormalized": dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-                             norm_topk_prob=False),
-    "hybrid": dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=13,
-                   layer_types=["full_attention", "sliding_attention"] * 2),
+    "dense": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "biased": {"num_hidden_layers": 2, "attention_bias": True},
+    "moe": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "moe-unnormalized": {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+                         "moe_intermediate_size": 24, "norm_topk_prob": False},
+    "hybrid": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 13,
+               "layer_types": ["full_attention", "sliding_attention"] * 2},
 }
 
 

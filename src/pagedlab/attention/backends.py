@@ -6,6 +6,8 @@ KV-cache group the builder of its per-step metadata.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from pagedlab.attention.metadata import CommonAttentionMetadata
 from pagedlab.errors import UserError
+from pagedlab.kernels.paged_attention import HEAD_SIZES
 from pagedlab.kernels.reshape_and_cache import write_log_columns
 from pagedlab.kv.specs import AttentionSpec
 from pagedlab.trace.events import KernelLaunched, KvRead, KvWritten
@@ -106,12 +109,15 @@ class AttentionBackend(ABC):
     def make_builder(self, group_id: int, spec: AttentionSpec) -> MetadataBuilder: ...
 
 
-def choose_attention_backend(name: str, device: torch.device, *, head_size: int, block_sizes: list[int],
-                             dtype: torch.dtype) -> AttentionBackend:
+def choose_attention_backend(
+    name: str, device: torch.device, *, head_size: int, block_sizes: list[int], dtype: torch.dtype
+) -> AttentionBackend:
     """The backend called ``name``; "auto" is torch on a CPU and triton on a GPU.
 
+    Without a GPU the triton backend runs under Triton's interpreter: right, and very slow.
+
     Raises:
-        UserError: the backend cannot run here, or not with this block or head size.
+        UserError: the backend is not installed, or cannot run here or with this block or head size.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
@@ -119,4 +125,40 @@ def choose_attention_backend(name: str, device: torch.device, *, head_size: int,
         from pagedlab.attention.torch_backend import TorchBackend
 
         return TorchBackend()
-    raise UserError(f"attention_backend is {name!r}: choose torch or auto.")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(
+            f"attention_backend {name} needs triton, which is not installed: install pagedlab[triton], "
+            "or choose the torch backend."
+        )
+    if name == "triton":
+        from pagedlab.attention.triton_backend import TritonBackend
+
+        check_triton_sizes(head_size, block_sizes)
+        return TritonBackend(device)
+    from pagedlab.attention.flash_attn_backend import BLOCK_SIZE_MULTIPLE, FlashAttentionBackend
+
+    if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
+        where = "runs on a CUDA GPU only" if device.type != "cuda" else "needs the package flash-attn"
+        raise UserError(f"attention_backend flash-attn {where}: choose the torch or triton backend.")
+    if dtype == torch.float32:
+        raise UserError("attention_backend flash-attn computes in bfloat16 or float16: choose one as dtype.")
+    if wrong := [size for size in block_sizes if size % BLOCK_SIZE_MULTIPLE]:
+        raise UserError(
+            f"attention_backend flash-attn needs a block size that is a multiple of {BLOCK_SIZE_MULTIPLE}, "
+            f"not {wrong[0]}: change --block-size or choose the triton backend."
+        )
+    return FlashAttentionBackend(importlib.import_module("flash_attn").flash_attn_varlen_func)
+
+
+def check_triton_sizes(head_size: int, block_sizes: list[int]) -> None:
+    """Refuse what our kernel was not built for."""
+    least, most = HEAD_SIZES
+    if not least <= head_size <= most:
+        raise UserError(
+            f"attention_backend triton serves head sizes {least} to {most}, not {head_size}: choose the torch backend."
+        )
+    if wrong := [size for size in block_sizes if size & (size - 1)]:
+        raise UserError(
+            f"attention_backend triton needs a block size that is a power of two, not {wrong[0]}: "
+            "change --block-size or choose the torch backend."
+        )

@@ -30,8 +30,8 @@ class Attended:
     block_ids: Tensor            # [B, n] int64      from the first visible block on
     first_block: Tensor          # [B] int64         logical block that column 0 is
     num_blocks: Tensor           # [B] int64         columns beyond repeat the row's last block
-    num_positions: int           # S <= n · block_size
-    unwritten: Tensor | None     # int64             places of [B · n · block_size] without KV
+    positions: slice             # S of the n · block_size gathered ones
+    unseen: Tensor | None        # int64             places of [B · n · block_size] that no query sees
     mask: Tensor | None          # [B, 1, Q, S]      0 or -inf, None if all is seen or is_causal says it
     is_causal: bool              # query i sees positions 0 to i
 
@@ -70,7 +70,8 @@ class TorchMetadataBuilder(MetadataBuilder):
         """Which blocks are gathered and who sees what.
 
         Block size 4, one decode with seq_len 10, window 3: its query at position 9 sees 7 to 9,
-        so blocks 1 and 2 are gathered, 8 positions from 4 on; 4 to 6 are masked, 10 and 11 unwritten.
+        so blocks 1 and 2 are gathered, 8 positions from 4 on, of which the slice 3 to 6 is used; beside
+        other decodes all 8 are used, with zeros at the unseen 4 to 6 and 10 to 11.
         """
         block_size, window, device = self.spec.block_size, self.spec.sliding_window, common.block_table.device
         query_len = common.query_lens[rows[0]]
@@ -84,20 +85,22 @@ class TorchMetadataBuilder(MetadataBuilder):
         column = torch.arange(n, device=device)
         logical_block = first_block[:, None] + torch.minimum(column, num_blocks[:, None] - 1)  # [B, n] int64
         block_ids = common.block_table[row[:, None], logical_block].long()         # [B, n] int64
-        num_positions = n * block_size
+        position = (first_block * block_size)[:, None] + torch.arange(n * block_size, device=device)
+        positions, unseen = slice(None), None
         if len(rows) == 1:
-            num_positions = seq_lens[rows[0]] - int(first_block) * block_size
-        position = (first_block * block_size)[:, None] + torch.arange(num_positions, device=device)  # [B, S]
+            positions = slice(int(first_seen) % block_size, seq_lens[rows[0]] - int(first_block) * block_size)
+        else:
+            unseen = ((position < first_seen[:, None]) | (position >= seq_len[:, None])).flatten().nonzero().flatten()
         tokens = torch.tensor([t for i in rows for t in range(starts[i], starts[i] + query_len)], device=device)
-        mask, is_causal = self._mask(position, first_query, query_len)
+        mask, is_causal = self._mask(position[:, positions], first_query, query_len)
         return Attended(
             batch_idx=rows,
             tokens=tokens,
             block_ids=block_ids,
             first_block=first_block,
             num_blocks=num_blocks,
-            num_positions=num_positions,
-            unwritten=None if len(rows) == 1 else (position >= seq_len[:, None]).flatten().nonzero().flatten(),
+            positions=positions,
+            unseen=unseen,
             mask=mask,
             is_causal=is_causal,
         )
@@ -128,14 +131,14 @@ class TorchImpl(AttentionImpl):
             self.report_launch("reshape_and_cache", (), {"num_tokens": len(key)}, "torch")
             self.report_writes(common.group_id, "torch", log)
         reads = torch.full(common.block_table.shape, -1) if log is not None else None  # [R, K]
-        output = paged_attention_reference(query, kv_cache, metadata.calls, self.config.scale, reads)
+        output = paged_attention_calls(query, kv_cache, metadata.calls, self.config.scale, reads)
         if trace.kernels and reads is not None:
             self.report_launch("paged_attention", (), {"calls": len(metadata.calls)}, "torch")
             self.report_reads(common.group_id, "torch", common.req_ids, reads)
         return output
 
 
-def paged_attention_reference(
+def paged_attention_calls(
     query: Tensor,               # [T, num_heads, head_size]
     kv_cache: Tensor,            # [2, num_blocks, block_size, num_kv_heads, head_size]
     calls: list[Attended],
@@ -146,7 +149,7 @@ def paged_attention_reference(
     output = torch.zeros_like(query)
     for call in calls:
         key, value = (_gather(cache, call) for cache in kv_cache)                # [B, num_kv_heads, S, head_size]
-        rows = query[call.tokens].unflatten(0, (len(call.batch_idx), -1)).transpose(1, 2)  # [B, num_heads, Q, head_size]
+        rows = query[call.tokens].unflatten(0, (len(call.batch_idx), -1)).transpose(1, 2)  # [B, heads, Q, head_size]
         attended = F.scaled_dot_product_attention(
             rows, key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=scale, enable_gqa=True
         )
@@ -159,12 +162,12 @@ def paged_attention_reference(
 
 
 def _gather(cache: Tensor, call: Attended) -> Tensor:
-    """Copy the rows' blocks side by side, zeros where there is no KV: [B, num_kv_heads, S, head_size]."""
+    """Copy the rows' blocks side by side, zeros where no query looks: [B, num_kv_heads, S, head_size]."""
     blocks = cache.index_select(0, call.block_ids.flatten())        # [B · n, block_size, num_kv_heads, head_size]
-    positions = blocks.flatten(0, 1)                                # [B · n · block_size, num_kv_heads, head_size]
-    if call.unwritten is not None:
-        positions.index_fill_(0, call.unwritten, 0)
-    return positions.view(len(call.batch_idx), -1, *cache.shape[2:])[:, : call.num_positions].transpose(1, 2)
+    flat = blocks.flatten(0, 1)                                     # [B · n · block_size, num_kv_heads, head_size]
+    if call.unseen is not None:
+        flat.index_fill_(0, call.unseen, 0)
+    return flat.view(len(call.batch_idx), -1, *cache.shape[2:])[:, call.positions].transpose(1, 2)
 
 
 class TorchBackend(AttentionBackend):

@@ -6,10 +6,23 @@ Slot s is offset s % block_size of block s // block_size; slot -1 is padding and
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from pagedlab.kernels.jit import How, kernel
+
+try:
+    import triton.language as tl
+
+    _add = tl.standard._sum_combine  # not tl.sum: only this form runs interpreted next to compiled kernels
+except ImportError:
+    if not TYPE_CHECKING:
+        tl = None
+
 WRITE_LOG_COLUMNS = ("token", "slot", "block_id", "offset", "checksum")
+TILE = 1024  # elements that one iteration of the kernel copies
 
 
 def new_write_log(num_tokens: int, device: torch.device) -> Tensor:
@@ -74,3 +87,83 @@ def _bit_sums(x: Tensor) -> Tensor:
     as_int = torch.int32 if x.element_size() == 4 else torch.int16
     mask = 0xFFFF_FFFF if x.element_size() == 4 else 0xFFFF
     return (x.contiguous().view(as_int).to(torch.int64) & mask).flatten(1).sum(1)
+
+
+def reshape_and_cache(
+    key: Tensor,                # [T, num_kv_heads, head_size], any stride
+    value: Tensor,              # [T, num_kv_heads, head_size], any stride
+    kv_cache: Tensor,           # [2, num_blocks, block_size, num_kv_heads, head_size], any stride
+    slot_mapping: Tensor,       # [T] int64
+    how: How,
+    log: Tensor | None = None,  # [T, 5] int64
+) -> tuple[int, ...]:           # the grid
+    """Launch the kernel, one program per token; what it does is what the twin above does.
+
+    On a GPU a slot outside the cache is skipped, as looking for one would wait for the device.
+
+    Raises:
+        IndexError: a slot is outside the cache and the kernel is interpreted.
+    """
+    num_tokens, num_heads, head_size = key.shape
+    num_blocks, block_size = kv_cache.shape[1:3]
+    if how == "interpreted":
+        check_slots(slot_mapping, num_blocks * block_size)
+    grid = (num_tokens,)
+    if num_tokens:
+        kernel(reshape_and_cache_kernel, how)[grid](
+            key, value, kv_cache[0], kv_cache[1], slot_mapping, slot_mapping if log is None else log,
+            num_blocks * block_size, block_size, *key.stride(), *value.stride(), *kv_cache.stride()[1:],
+            NUM_HEADS=num_heads, HEAD_SIZE=head_size, TILE=TILE, LOG=log is not None,
+        )  # fmt: skip
+    return grid
+
+
+def reshape_and_cache_kernel(  # type: ignore[no-untyped-def]
+    key, value,                    # [T, NUM_HEADS, HEAD_SIZE]
+    key_cache, value_cache,        # [num_blocks, block_size, NUM_HEADS, HEAD_SIZE]
+    slot_mapping,                  # [T] int64
+    log,                           # [T, 5] int64, only with LOG
+    num_slots, block_size,
+    key_stride_t, key_stride_h, key_stride_d,
+    value_stride_t, value_stride_h, value_stride_d,
+    cache_stride_block, cache_stride_offset, cache_stride_h, cache_stride_d,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """One program copies one token's key and value, TILE elements at a time."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if (slot >= 0) & (slot < num_slots):
+        block_id = slot // block_size
+        offset = slot % block_size
+        to = block_id * cache_stride_block + offset * cache_stride_offset
+        if LOG:
+            checksum = tl.full((TILE,), 0, tl.int64)
+        for first in range(0, NUM_HEADS * HEAD_SIZE, TILE):
+            element = first + tl.arange(0, TILE)
+            mask = element < NUM_HEADS * HEAD_SIZE
+            head = (element // HEAD_SIZE).to(tl.int64)
+            dim = (element % HEAD_SIZE).to(tl.int64)
+            from_k = token * key_stride_t + head * key_stride_h + dim * key_stride_d
+            from_v = token * value_stride_t + head * value_stride_h + dim * value_stride_d
+            k = tl.load(key + from_k, mask=mask, other=0)
+            v = tl.load(value + from_v, mask=mask, other=0)
+            place = to + head * cache_stride_h + dim * cache_stride_d
+            tl.store(key_cache + place, k, mask=mask)
+            tl.store(value_cache + place, v, mask=mask)
+            if LOG:
+                if k.dtype.primitive_bitwidth == 32:
+                    checksum += k.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+                    checksum += v.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+                else:
+                    checksum += k.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+                    checksum += v.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+        if LOG:
+            row = log + token * 5
+            tl.store(row, token)
+            tl.store(row + 1, slot)
+            tl.store(row + 2, block_id)
+            tl.store(row + 3, offset)
+            tl.store(row + 4, tl.reduce(checksum, 0, _add) & 0xFFFFFFFF)

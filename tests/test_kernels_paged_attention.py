@@ -1,0 +1,182 @@
+"""Paged attention: the kernel under Triton's interpreter and the fast torch backend, beside the definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedlab.attention.metadata import CommonAttentionMetadata
+from pagedlab.attention.torch_backend import TorchMetadataBuilder, paged_attention_calls
+from pagedlab.kernels.paged_attention import (
+    QueryTiles,
+    choose_num_splits,
+    paged_attention,
+    paged_attention_reference,
+)
+from pagedlab.kv.specs import AttentionSpec
+
+RUBBISH = 2**30
+
+
+class Case:
+    """Rows of (query_len, seq_len) over blocks in random order; what no row wrote holds ``fill``."""
+
+    def __init__(self, rows, *, block_size, num_heads, num_kv_heads, head_size, window=None, dtype=torch.float32,
+                 seed=0, fill=float("nan")):
+        random = torch.Generator().manual_seed(seed)
+        self.rows, self.window, self.block_size = rows, window, block_size
+        widths = [-(-seq_len // block_size) for _, seq_len in rows]
+        num_blocks = sum(widths) + 1
+        self.query = torch.randn(sum(q for q, _ in rows), num_heads, head_size, generator=random).to(dtype)
+        self.kv_cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_size), fill, dtype=dtype)
+        free = (torch.randperm(num_blocks - 1, generator=random) + 1).tolist()
+        self.block_table = torch.full((len(rows), max(widths) + 1), RUBBISH, dtype=torch.int32)
+        self.expected_reads = []
+        for row, (query_len, seq_len) in enumerate(rows):
+            first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+            table = [free.pop() for _ in range(widths[row])]
+            for position in range(first, seq_len):
+                self.kv_cache[:, table[position // block_size], position % block_size] = torch.randn(
+                    2, num_kv_heads, head_size, generator=random
+                ).to(dtype)
+            table[: first // block_size] = [0] * (first // block_size)
+            self.block_table[row, : widths[row]] = torch.tensor(table, dtype=torch.int32)
+            self.expected_reads.append(table[first // block_size :])
+        self.query_lens = [q for q, _ in rows]
+        self.query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
+        self.seq_lens = torch.tensor([s for _, s in rows]).int()
+        self.scale = head_size**-0.5
+
+    def reference(self, dtype=torch.float64):
+        reads = torch.full_like(self.block_table, -1)
+        output = paged_attention_reference(
+            self.query.to(dtype), self.kv_cache.to(dtype), self.query_start_loc, self.seq_lens, self.block_table,
+            scale=self.scale, sliding_window=self.window, reads=reads,
+        )
+        assert self.blocks(reads) == self.expected_reads
+        return output
+
+    def interpreted(self, num_splits=1):
+        pytest.importorskip("triton")
+        group = self.query.shape[1] // self.kv_cache.shape[3]
+        output = torch.full_like(self.query, 7)
+        reads = torch.full_like(self.block_table, -1)
+        paged_attention(
+            self.query, self.kv_cache, output, QueryTiles.cut(self.query_lens, group, self.query.device),
+            self.query_start_loc, self.seq_lens, self.block_table, scale=self.scale, sliding_window=self.window,
+            num_splits=num_splits, how="interpreted", reads=reads,
+        )
+        assert self.blocks(reads) == self.expected_reads
+        return output
+
+    def torch_backend(self):
+        spec = AttentionSpec(self.block_size, self.kv_cache.shape[3], self.kv_cache.shape[4],
+                             str(self.query.dtype).removeprefix("torch."), self.window)
+        common = CommonAttentionMetadata(
+            group_id=0, req_ids=[f"r{i}" for i in range(len(self.rows))], query_lens=self.query_lens,
+            num_actual_tokens=len(self.query), query_start_loc=self.query_start_loc, seq_lens=self.seq_lens,
+            max_query_len=max(self.query_lens), max_seq_len=int(self.seq_lens.max()), block_table=self.block_table,
+            slot_mapping=torch.zeros(len(self.query), dtype=torch.int64),
+        )
+        reads = torch.full_like(self.block_table, -1)
+        calls = TorchMetadataBuilder(0, spec).build(common).calls
+        output = paged_attention_calls(self.query, self.kv_cache, calls, self.scale, reads)
+        assert self.blocks(reads) == self.expected_reads
+        return output
+
+    @staticmethod
+    def blocks(reads):
+        return [[block_id for block_id in row if block_id >= 0] for row in reads.tolist()]
+
+
+cases = st.builds(
+    Case,
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)).map(lambda t: (t[0], sum(t))), min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 2, 8, 16, 32, 128]),
+    num_heads=st.sampled_from([6, 12]),
+    num_kv_heads=st.sampled_from([1, 2, 3, 6]),
+    head_size=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    window=st.sampled_from([None, 1, 5, 16, 30]),
+    seed=st.integers(0, 99),
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(case=cases, num_splits=st.sampled_from([1, 1, 3]))
+def test_interpreted_kernel_computes_the_definition(case, num_splits):
+    torch.testing.assert_close(case.interpreted(num_splits).double(), case.reference(), atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases)
+def test_torch_backend_computes_the_definition(case):
+    torch.testing.assert_close(case.torch_backend().double(), case.reference(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_float64(dtype):
+    case = Case([(3, 20), (1, 33)], block_size=16, num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
+    for found in (case.interpreted(), case.torch_backend(), case.interpreted(num_splits=2)):
+        torch.testing.assert_close(found.double(), case.reference(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_long_prefill_is_cut_into_tiles_of_64_rows():
+    case = Case([(70, 90), (1, 12)], block_size=16, num_heads=4, num_kv_heads=2, head_size=32, window=25)
+    torch.testing.assert_close(case.interpreted().double(), case.reference(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(case.torch_backend().double(), case.reference(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("path", ["interpreted", "torch_backend", "split"])
+def test_memory_nobody_wrote_never_shows(path, window):
+    """NaN, infinity or rubbish in null block, tails and strangers' blocks: the same bits."""
+    outputs = []
+    for fill in (float("nan"), float("inf"), 1e4, 0.0):
+        case = Case([(1, 5), (1, 9), (4, 6)], block_size=4, num_heads=4, num_kv_heads=2, head_size=32, fill=fill,
+                    window=window)
+        outputs.append(case.interpreted(num_splits=3) if path == "split" else getattr(case, path)())
+    assert outputs[0].isfinite().all()
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+def test_a_reader_of_the_tail_would_show():
+    """The counterpart: one position too many, and NaN comes through."""
+    case = Case([(1, 5)], block_size=4, num_heads=4, num_kv_heads=2, head_size=32)
+    case.seq_lens += 1
+    case.expected_reads = [case.block_table[0, :2].tolist()]
+    assert case.reference().isnan().all() and case.interpreted().isnan().any()
+
+
+@pytest.mark.parametrize("path", ["interpreted", "torch_backend"])
+def test_neighbours_and_idle_rows_change_nothing(path):
+    rows = [(3, 3), (9, 9), (1, 4)]
+    def make(r):
+        return Case(r, block_size=4, num_heads=4, num_kv_heads=2, head_size=32)
+
+    together = getattr(make(rows), path)()
+    alone = getattr(make(rows[:1]), path)()
+    assert together.isfinite().all()
+    assert together.shape == (13, 4, 32) and alone.shape == (3, 4, 32)
+    case = make(rows)
+    expected = case.reference()
+    case.block_table = torch.cat([case.block_table, torch.full_like(case.block_table[:1], RUBBISH)])
+    case.query_start_loc = torch.cat([case.query_start_loc, case.query_start_loc[-1:]])
+    case.seq_lens = torch.cat([case.seq_lens, torch.zeros(1, dtype=torch.int32)])
+    case.query_lens, case.rows = [*case.query_lens, 0], [*rows, (0, 0)]
+    case.expected_reads.append([])
+    torch.testing.assert_close(getattr(case, path)().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tiles_never_span_rows():
+    tiles = QueryTiles.cut([1, 9], heads_per_kv_head=4, device=torch.device("cpu"))
+    assert tiles.block_m == 16
+    assert tiles.batch_idx.tolist() == [0, 1, 1, 1]
+    assert tiles.first_query.tolist() == [0, 0, 4, 8]
+
+
+def test_only_few_long_decodes_are_split():
+    assert choose_num_splits(1, 8, 1, 8192, num_processors=132) == 16
+    assert choose_num_splits(1, 8, 1, 255, num_processors=132) == 1
+    assert choose_num_splits(256, 8, 1, 8192, num_processors=132) == 1
+    assert choose_num_splits(1, 8, 2, 8192, num_processors=132) == 1
