@@ -1,0 +1,35 @@
+"""``pagedlab view``: a trace as one page that opens offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedlab.errors import UserError
+
+
+def view(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace, recorded at blocks or finer.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: beside it.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="A:B", help="Only steps A to B.")] = None,
+) -> None:
+    """Write an interactive page: scrub through the run, follow any token to its slot."""
+    from pagedlab.trace.trace import Trace
+    from pagedlab.viewer.page import write_page
+
+    stem = trace.name.removesuffix(".zst").removesuffix(".jsonl")
+    path = output or trace.with_name(f"{stem}.html")
+    write_page(Trace.load(trace), path, parse_steps(steps))
+    print(path)
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """``3:10`` -> (3, 10)."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdecimal() or not last.isdecimal():
+        raise UserError(f"--steps is {text!r}: give the first and the last step, for example 0:50.")
+    return int(first), int(last)

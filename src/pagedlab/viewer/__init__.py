@@ -1,0 +1,1 @@
+"""The interactive viewer: Python folds a trace once, the page only applies differences."""

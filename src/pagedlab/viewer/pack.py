@@ -1,0 +1,483 @@
+"""Folds a trace once and packs what the viewer's page needs to stand at any event of it.
+
+Per event, the change it makes to the state as a few integers (``Op``); every so many steps a
+snapshot, written in the same language, that rebuilds the state from nothing; and the raw events, in
+columns. All of it is cut into chunks that the page inflates when somebody looks at them. Nothing
+here needs torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from pagedlab.errors import UserError
+from pagedlab.trace.events import (
+    CONSIDERED_REASONS,
+    NOT_REACHED_REASONS,
+    PREFIX_STOPS,
+    BlockAllocated,
+    BlockCached,
+    BlockEvicted,
+    BlockFreed,
+    BlockTouched,
+    EngineSnapshot,
+    Event,
+    KvConfig,
+    PrefixCacheReset,
+    QueueNotReached,
+    RequestAborted,
+    RequestAdded,
+    RequestConsidered,
+    RequestFinished,
+    RequestOutput,
+    RequestPreempted,
+    RowAssigned,
+    RowFreed,
+    RowMoved,
+    SlotsAllocated,
+    StepScheduled,
+    StepStarted,
+    TokensSampled,
+    kind_of,
+)
+from pagedlab.trace.state import EngineState, Fold
+from pagedlab.trace.trace import Trace
+
+STEPS_PER_CHUNK = 32
+EVENTS_PER_CHUNK = 8192
+RECOMPUTED, PREFILL, DECODE, QUEUED, PREEMPTED, PASSED_OVER = range(6)  # what a request did in a step
+
+
+class Op(IntEnum):
+    """What the page knows how to do; arguments are integers, requests and tokens by index."""
+
+    ADD = 1            # request, place in waiting
+    DEQUEUE = 2        # request: leave whichever queue it is in
+    RUN = 3            # request, computed tokens: append to running
+    COMPUTED = 4       # request, computed tokens
+    KNOWN = 5          # request, known tokens
+    PREEMPT = 6        # request, place in waiting: tables emptied, nothing computed
+    FINISH = 7         # request
+    REF = 8            # block, count
+    FREE_APPEND = 9    # block: to the back of the free queue
+    FREE_REMOVE = 10   # block: out of the free queue
+    HASH = 11          # block, short hash as a number
+    UNHASH = 12        # block
+    UNHASH_ALL = 13
+    TABLE_PUSH = 14    # request, group, block
+    TABLE_NULL = 15    # request, group, logical block: left the window
+    ROW = 16           # row, request + 1 (0: one that ended before this trace begins)
+    ROW_CLEAR = 17     # row
+    STATUS = 18        # request, 0 waiting, 1 running, 2 preempted
+
+
+@dataclass
+class Packed:
+    """One JSON document and its chunks (base64 of deflated bytes), by name."""
+
+    meta: dict[str, Any]
+    chunks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(json.dumps(self.meta)) + sum(map(len, self.chunks.values()))
+
+
+def pack(trace: Trace, steps: tuple[int, int] | None = None) -> Packed:
+    """Pack one engine's events, of all steps or of ``steps`` (first, last).
+
+    Raises:
+        UserError: recorded below `blocks`, no engine in the trace, or no such steps.
+    """
+    trace.need("blocks", "view")
+    events, state = _events_and_start(trace, steps)
+    return _Packer(trace, events, state).run()
+
+
+def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[Event], EngineState]:
+    """The events to show, and the state before the first of them."""
+    engine = trace.engine
+    events = [e for e in trace.events if e.engine == engine]
+    first = next((i for i, e in enumerate(events) if type(e) is EngineSnapshot), None)
+    if first is None:
+        raise UserError("this trace holds no engine snapshot, so there is nothing to view: record one with pagedlab trace.")
+    snapshot = events[first]
+    fold = Fold.starting_at(snapshot)
+    state = fold.states[engine].copy()
+    about = [e for e in events[:first] if kind_of(e) not in ("trace_header",)]
+    events = events[first + 1 :]
+    if steps is None:
+        return about + events, state
+    start = next((i for i, e in enumerate(events) if e.step >= steps[0]), None)
+    if start is None or steps[1] < steps[0]:
+        last = events[-1].step if events else -1
+        raise UserError(f"no steps {steps[0]}:{steps[1]} in this trace: it ends at step {last}.")
+    for event in events[:start]:
+        state.apply(event)
+    kept = [e for e in events[start:] if e.step <= steps[1]]
+    return kept, state
+
+
+class _Packer:
+    def __init__(self, trace: Trace, events: list[Event], state: EngineState) -> None:
+        self.trace, self.events, self.state = trace, events, state
+        self.first_state = state.copy()
+        self.requests: dict[str, int] = {}           # request -> index
+        self.request_info: list[dict[str, Any]] = []
+        self.token_texts: dict[int, str] = {}        # token id -> text
+        self.packed = Packed({})
+        self.columns: dict[str, list[int]] = {
+            name: []
+            for name in ("step", "first_event", "prefill", "recomputed", "decode", "budget", "used", "preempted",
+                         "waiting", "running")
+        }  # fmt: skip
+        self.segments: list[list[int]] = []          # request, kind, first step, last step, tokens
+        self._open: dict[int, list[int]] = {}        # request -> its latest segment
+        self._furthest: dict[int, int] = {}          # request -> most tokens ever computed
+        for request in state.requests.values():
+            self._know(request.request_id, request.token_ids, request.token_texts, request.num_prompt_tokens, None)
+
+    # ------------------------------------------------------------------ walk
+
+    def run(self) -> Packed:
+        self._collect_requests()
+        chunk_ops: list[int] = []
+        steps_in_chunk = 0
+        self._start_chunk(chunk_ops, 0)
+        for index, event in enumerate(self.events):
+            if type(event) is StepStarted or not self.columns["step"]:
+                if steps_in_chunk == STEPS_PER_CHUNK:
+                    self._finish_chunk(chunk_ops)
+                    chunk_ops, steps_in_chunk = [], 0
+                    self._start_chunk(chunk_ops, index)
+                self._start_step(event, index)
+                steps_in_chunk += 1
+            ops = self._ops(event)
+            if ops:
+                chunk_ops += (index, len(ops), *ops)
+            self.state.apply(event)
+            self._after(event)
+        self._finish_chunk(chunk_ops)
+        self._pack_events()
+        self._pack_block_index()
+        self.packed.meta |= self._meta()
+        return self.packed
+
+    def _start_chunk(self, ops: list[int], first_event: int) -> None:
+        """A chunk begins with the ops that rebuild the state before its first event from nothing."""
+        snapshot = _snapshot_ops(self.state, self.requests)
+        ops += (first_event, len(snapshot), *snapshot)
+
+    def _finish_chunk(self, ops: list[int]) -> None:
+        starts = self.packed.meta.setdefault("op_chunks", [])
+        self.packed.chunks[f"ops{len(starts)}"] = _deflate(_varints(ops))
+        starts.append(ops[0])
+
+    def _collect_requests(self) -> None:
+        """Every request's tokens, prompt and output, known from the start: the page shows a part of them."""
+        for event in self.events:
+            if type(event) is RequestAdded:
+                prompt = event.prompt_token_ids
+                self._know(event.request_id, prompt, event.prompt_token_texts, len(prompt), event)
+            elif type(event) is RequestOutput and event.request_id in self.requests:
+                self.request_info[self.requests[event.request_id]]["tokens"] += event.new_token_ids
+            elif type(event) is TokensSampled and event.text is not None:
+                self.token_texts.setdefault(event.token_id, event.text)
+                for candidate in event.top:
+                    if candidate.text is not None:
+                        self.token_texts.setdefault(candidate.token_id, candidate.text)
+
+    def _know(
+        self, request_id: str, token_ids: list[int], texts: list[str] | None, num_prompt: int, added: RequestAdded | None
+    ) -> None:
+        if request_id in self.requests:
+            return
+        self.requests[request_id] = len(self.requests)
+        self.request_info.append({
+            "id": request_id, "num_prompt_tokens": num_prompt, "tokens": list(token_ids),
+            "prompt": added.prompt if added else None, "priority": added.priority if added else 0,
+            "added_step": added.step if added else None, "finished_step": None, "finish_reason": None,
+        })  # fmt: skip
+        for token_id, text in zip(token_ids, texts or (), strict=False):
+            self.token_texts.setdefault(token_id, text)
+
+    # ------------------------------------------------------------------ one event -> ops
+
+    def _ops(self, event: Event) -> list[int]:
+        """What the event changes, in the page's language; asked before the event is folded in."""
+        rule = _RULES.get(type(event))
+        return rule(self, event) if rule else []
+
+    def _place(self, queue_key: list[Any], leaving: str | None = None) -> int:
+        """Where a request with this key will stand in the waiting queue."""
+        keys = [self.state.requests[r].queue_key for r in self.state.waiting if r != leaving]
+        return sum(key <= queue_key for key in keys)
+
+    # ------------------------------------------------------------------ steps, lanes
+
+    def _start_step(self, event: Event, index: int) -> None:
+        columns = self.columns
+        columns["step"].append(event.step)
+        columns["first_event"].append(index)
+        columns["budget"].append(event.token_budget if type(event) is StepStarted else 0)
+        for name in ("prefill", "recomputed", "decode", "preempted"):
+            columns[name].append(0)
+        for name in ("used", "waiting", "running"):
+            columns[name].append(0)
+        self._measure()
+
+    def _measure(self) -> None:
+        self.columns["used"][-1] = self.state.num_blocks - 1 - self.state.num_free_blocks
+        self.columns["waiting"][-1] = len(self.state.waiting)
+        self.columns["running"][-1] = len(self.state.running)
+
+    def _after(self, event: Event) -> None:
+        """Totals of the step, once the event is folded in."""
+        if type(event) is StepScheduled:
+            self._measure()
+            self.columns["preempted"][-1] = len(event.preempted)
+            before = {r.request_id: r.num_computed_tokens for r in (*event.new, *event.cached)}
+            for request_id, granted in event.num_scheduled_tokens.items():
+                self._scheduled(request_id, before[request_id], granted, event.step)
+            for request_id, request in self.state.requests.items():
+                if request_id not in event.num_scheduled_tokens:
+                    idle = {"running": PASSED_OVER, "preempted": PREEMPTED}.get(request.status, QUEUED)
+                    self._segment(self.requests[request_id], idle, event.step, 0)
+        elif type(event) is RequestFinished and event.request_id in self.requests:
+            info = self.request_info[self.requests[event.request_id]]
+            info["finished_step"], info["finish_reason"] = event.step, event.finish_reason
+
+    def _scheduled(self, request_id: str, computed: int, granted: int, step: int) -> None:
+        index = self.requests[request_id]
+        again = max(0, min(granted, self._furthest.get(index, 0) - computed))
+        fresh_prompt = max(0, min(self.request_info[index]["num_prompt_tokens"] - computed, granted) - again)
+        self.columns["recomputed"][-1] += again
+        self.columns["prefill"][-1] += fresh_prompt
+        self.columns["decode"][-1] += granted - again - fresh_prompt
+        self._furthest[index] = max(self._furthest.get(index, 0), computed + granted)
+        kind = RECOMPUTED if again else PREFILL if fresh_prompt else DECODE
+        self._segment(index, kind, step, granted)
+
+    def _segment(self, request: int, kind: int, step: int, tokens: int) -> None:
+        """Lengthen the request's lane; a new piece begins where it does something else."""
+        latest = self._open.get(request)
+        if latest is not None and latest[1] == kind and latest[3] == step - 1:
+            latest[3], latest[4] = step, latest[4] + tokens
+            return
+        self._open[request] = [request, kind, step, step, tokens]
+        self.segments.append(self._open[request])
+
+    # ------------------------------------------------------------------ chunks that are read on demand
+
+    def _pack_events(self) -> None:
+        starts = []
+        for first in range(0, len(self.events), EVENTS_PER_CHUNK):
+            starts.append(first)
+            part = self.events[first : first + EVENTS_PER_CHUNK]
+            self.packed.chunks[f"events{len(starts) - 1}"] = _deflate(_columns(part))
+        self.packed.meta["event_chunks"] = starts
+
+    def _pack_block_index(self) -> None:
+        """(event, block) of every event in a block's life, for its story."""
+        flat: list[int] = []
+        last = 0
+        for index, event in enumerate(self.events):
+            if type(event) in _BLOCK_EVENTS:
+                flat += (index - last, event.block_id)  # type: ignore[attr-defined]
+                last = index
+        self.packed.chunks["block_events"] = _deflate(_varints(flat))
+
+    def _meta(self) -> dict[str, Any]:
+        header = msgspec.to_builtins(self.trace.header)
+        config = next((e for e in self.events if type(e) is KvConfig), None)
+        first_step = self.columns["step"][0] if self.columns["step"] else -1
+        return {
+            "format": "pagedlab-view/1",
+            "header": {k: header[k] for k in ("pagedlab", "source", "model", "config", "tokenizer", "record", "layers")},
+            "engine": self.state.engine,
+            "num_blocks": self.state.num_blocks,
+            "block_sizes": self.state.block_sizes,
+            "groups": [
+                {"kind": g.kind_of_attention, "window": g.sliding_window, "layers": g.layers}
+                for g in (config.groups if config else ())
+            ],
+            "num_events": len(self.events),
+            "first_seq": self.events[0].seq if self.events else 0,
+            "first_step": first_step,
+            "columns": self.columns,
+            "segments": self.segments,
+            "requests": self.request_info,
+            "token_texts": {str(k): v for k, v in self.token_texts.items()},
+            "reasons": {**NOT_REACHED_REASONS, **CONSIDERED_REASONS},
+            "prefix_stops": PREFIX_STOPS,
+        }
+
+
+def _snapshot_ops(state: EngineState, requests: dict[str, int]) -> list[int]:
+    ops: list[int] = []
+    statuses = {"running": 1, "preempted": 2}
+    for place, request_id in enumerate(state.waiting):
+        ops += (Op.ADD, requests[request_id], place)
+    for request_id in state.running:
+        ops += (Op.RUN, requests[request_id], state.requests[request_id].num_computed_tokens)
+    for request_id, request in state.requests.items():
+        index = requests[request_id]
+        ops += (Op.KNOWN, index, len(request.token_ids), Op.STATUS, index, statuses.get(request.status, 0))
+        for group, table in enumerate(request.block_ids):
+            for block_id in table:
+                ops += (Op.TABLE_PUSH, index, group, block_id)
+    for block_id in state.free_queue:
+        ops += (Op.FREE_APPEND, block_id)
+    for block_id, count in state.ref_counts.items():
+        ops += (Op.REF, block_id, count)
+    for block_id, short_hash in state.cached_blocks.items():
+        ops += (Op.HASH, block_id, int(short_hash, 16))
+    for row, row_state in state.rows.items():
+        ops += (Op.ROW, row, requests.get(row_state.request_id, -1) + 1)
+    return ops
+
+
+# ------------------------------------------------------------------ rules: event -> ops
+
+
+def _added(p: _Packer, e: RequestAdded) -> list[int]:
+    request = p.requests[e.request_id]
+    return [Op.ADD, request, p._place(e.queue_key), Op.KNOWN, request, len(e.prompt_token_ids)]
+
+
+def _aborted(p: _Packer, e: RequestAborted) -> list[int]:
+    return [Op.DEQUEUE, p.requests[e.request_id]]
+
+
+def _finished(p: _Packer, e: RequestFinished) -> list[int]:
+    return [Op.FINISH, p.requests[e.request_id]]
+
+
+def _considered(p: _Packer, e: RequestConsidered) -> list[int]:
+    if e.queue != "waiting" or e.outcome != "scheduled":
+        return []
+    return [Op.RUN, p.requests[e.request_id], e.num_computed_tokens]
+
+
+def _slots(p: _Packer, e: SlotsAllocated) -> list[int]:
+    request = p.requests[e.request_id]
+    ops: list[int] = []
+    for group, (hit, new) in enumerate(zip(e.hit_block_ids, e.new_block_ids, strict=True)):
+        for block_id in (*hit, *new):
+            ops += (Op.TABLE_PUSH, request, group, block_id)
+    return ops
+
+
+def _preempted(p: _Packer, e: RequestPreempted) -> list[int]:
+    return [Op.PREEMPT, p.requests[e.request_id], p._place(e.queue_key, e.request_id)]
+
+
+def _allocated(p: _Packer, e: BlockAllocated) -> list[int]:
+    return [Op.FREE_REMOVE, e.block_id, Op.REF, e.block_id, e.ref_cnt]
+
+
+def _touched(p: _Packer, e: BlockTouched) -> list[int]:
+    leave = [Op.FREE_REMOVE, e.block_id] if e.was_free else []
+    return [*leave, Op.REF, e.block_id, e.ref_cnt]
+
+
+def _freed(p: _Packer, e: BlockFreed) -> list[int]:
+    ops = [Op.REF, e.block_id, e.ref_cnt]
+    if e.ref_cnt == 0:
+        ops += (Op.FREE_APPEND, e.block_id)
+    if e.why == "out_of_window":
+        ops += (Op.TABLE_NULL, p.requests[e.request_id], e.group, e.logical_block)
+    return ops
+
+
+def _cached(p: _Packer, e: BlockCached) -> list[int]:
+    return [Op.HASH, e.block_id, int(e.hash, 16)]
+
+
+def _evicted(p: _Packer, e: BlockEvicted) -> list[int]:
+    return [Op.UNHASH, e.block_id]
+
+
+def _reset(p: _Packer, e: PrefixCacheReset) -> list[int]:
+    return [Op.UNHASH_ALL] if e.done else []
+
+
+def _scheduled(p: _Packer, e: StepScheduled) -> list[int]:
+    ops: list[int] = []
+    for request in (*e.new, *e.cached):
+        granted = e.num_scheduled_tokens[request.request_id]
+        ops += (Op.COMPUTED, p.requests[request.request_id], request.num_computed_tokens + granted)
+    return ops
+
+
+def _output(p: _Packer, e: RequestOutput) -> list[int]:
+    if e.request_id not in p.state.requests:
+        return []
+    known = len(p.state.requests[e.request_id].token_ids) + len(e.new_token_ids)
+    return [Op.KNOWN, p.requests[e.request_id], known]
+
+
+def _row(p: _Packer, e: RowAssigned) -> list[int]:
+    return [Op.ROW, e.row, p.requests.get(e.request_id, -1) + 1]
+
+
+def _row_freed(p: _Packer, e: RowFreed) -> list[int]:
+    return [Op.ROW_CLEAR, e.row]
+
+
+def _row_moved(p: _Packer, e: RowMoved) -> list[int]:
+    return [Op.ROW_CLEAR, e.from_row, Op.ROW, e.row, p.requests.get(e.request_id, -1) + 1]
+
+
+_RULES: dict[type[Event], Callable[[_Packer, Any], list[int]]] = {
+    RequestAdded: _added, RequestAborted: _aborted, RequestFinished: _finished, RequestConsidered: _considered,
+    SlotsAllocated: _slots, RequestPreempted: _preempted, BlockAllocated: _allocated, BlockTouched: _touched,
+    BlockFreed: _freed, BlockCached: _cached, BlockEvicted: _evicted, PrefixCacheReset: _reset,
+    StepScheduled: _scheduled, RequestOutput: _output, RowAssigned: _row, RowFreed: _row_freed, RowMoved: _row_moved,
+}  # fmt: skip
+_BLOCK_EVENTS = (BlockAllocated, BlockTouched, BlockCached, BlockEvicted, BlockFreed)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def _varints(numbers: Iterable[int]) -> bytes:
+    """LEB128: seven bits a byte, the low ones first. 300 -> ac 02."""
+    out = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            out.append(number & 0x7F | 0x80)
+            number >>= 7
+        out.append(number)
+    return bytes(out)
+
+
+def _columns(events: list[Event]) -> bytes:
+    """JSON by kind and field, so that equal things stand together: {kind: {i: […], field: […]}}."""
+    by_kind: dict[str, dict[str, list[Any]]] = {}
+    for i, event in enumerate(events):
+        kind = kind_of(event)
+        columns = by_kind.get(kind)
+        if columns is None:
+            columns = by_kind[kind] = {"i": [], **{name: [] for name in event.__struct_fields__}}
+        columns["i"].append(i)
+        for name in event.__struct_fields__:
+            columns[name].append(getattr(event, name))
+    for columns in by_kind.values():
+        for name in ("i", "seq", "t_ns"):  # differences are small and repeat
+            values = columns[name]
+            columns[name] = [values[0], *(b - a for a, b in zip(values, values[1:], strict=False))]
+    return msgspec.json.encode(by_kind)
+
+
+def _deflate(data: bytes) -> str:
+    compressor = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return base64.b64encode(compressor.compress(data) + compressor.flush()).decode()

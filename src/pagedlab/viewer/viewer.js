@@ -1,0 +1,829 @@
+// @ts-check
+/**
+ * The page around the model: one scrubber, and panels that all show the same moment. A stranger's
+ * text reaches the page only through textContent and canvas text, made visible by show().
+ */
+import { Cursor, EngineState, STATUSES, inflate, varints } from "./model.js";
+
+const KINDS_OF_WORK = ["recomputed", "prefill", "decode", "queued", "preempted", "passed over"];
+const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#6a51a3"];
+const SPEEDS = [1, 2, 5, 10, 30];
+
+/** Control, direction and format characters as visible symbols. @param {unknown} value */
+export function show(value) {
+  return String(value ?? "").replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (c) => {
+    const code = c.charCodeAt(0);
+    if (code === 0x0a) return "⏎";
+    if (code === 0x09) return "⇥";
+    return code < 0x20 ? String.fromCharCode(0x2400 + code) : `⟨${code.toString(16)}⟩`;
+  });
+}
+
+/** @param {string} tag @param {Record<string, any>} [attributes] @param {(Node | string)[]} children @returns {any} */
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Put a viewer into an element.
+ * @param {HTMLElement} host
+ * @param {{meta: any, readChunk: (name: string) => string, css: string}} data */
+export function mount(host, data) {
+  const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
+  root.replaceChildren(el("style", {}, data.css));
+  return new Viewer(host, root, data);
+}
+
+class Viewer {
+  /** @param {HTMLElement} host @param {ShadowRoot} root @param {any} data */
+  constructor(host, root, { meta, readChunk }) {
+    this.host = host;
+    this.root = root;
+    this.meta = meta;
+    this.readChunk = readChunk;
+    this.cursor = new Cursor(meta, readChunk);
+    this.steps = meta.columns.step.length;
+    /** @type {number | null} */ this.block = null;         // selected block
+    /** @type {number | null} */ this.request = null;       // selected request, null: follow the events
+    /** @type {{request: number, position: number} | null} */ this.token = null;
+    this.playing = false;
+    this.speed = 1;
+    this.filter = "";
+    this.showOrder = false;
+    this.stepEvents = { step: -2, first: 0, /** @type {any[]} */ records: [] };
+    this.goal = -1;       // where to go next; several wishes within a frame become one
+    this.busy = false;
+    /** @type {Promise<void>} */ this.settled = Promise.resolve();
+    this.build();
+    this.resize = new ResizeObserver(() => this.draw());
+    this.resize.observe(this.main);
+    const start = this.steps > 1 ? this.lastEventOf(meta.columns.step[0] < 0 ? 1 : 0) : meta.num_events - 1;
+    this.settled = this.goto(start);
+  }
+
+  destroy() {
+    this.playing = false;
+    this.resize.disconnect();
+  }
+
+  // ---------------------------------------------------------------- where we are
+
+  /** Place in `columns` of the step an event belongs to. @param {number} event */
+  stepIndex(event) {
+    return Cursor.chunkOf(this.meta.columns.first_event, event);
+  }
+
+  /** @param {number} stepIndex */
+  lastEventOf(stepIndex) {
+    const first = this.meta.columns.first_event;
+    return stepIndex + 1 < first.length ? first[stepIndex + 1] - 1 : this.meta.num_events - 1;
+  }
+
+  /** Move to just after an event; resolves once everything shows it. @param {number} event */
+  async goto(event) {
+    this.goal = Math.max(-1, Math.min(event, this.meta.num_events - 1));
+    if (this.busy) return this.settled;
+    this.busy = true;
+    try {
+      let reached;
+      do {
+        reached = this.goal;
+        await this.cursor.goto(reached);
+        await this.loadStep(this.stepIndex(reached));
+        this.draw();
+      } while (this.goal !== reached);
+    } finally {
+      this.busy = false;
+    }
+  }
+
+  /** @param {number} delta */
+  moveSteps(delta) {
+    const index = this.stepIndex(this.goal);
+    const target = Math.max(0, Math.min(this.steps - 1, index + (delta < 0 && this.goal < this.lastEventOf(index) ? 0 : delta)));
+    const there = delta < 0 && index === target && this.goal >= this.lastEventOf(index) ? index - 1 : target;
+    this.settled = this.goto(this.lastEventOf(Math.max(0, there)));
+  }
+
+  /** The records of a step. @param {number} index */
+  async loadStep(index) {
+    if (this.stepEvents.step === index) return;
+    const first = this.meta.columns.first_event[index] ?? 0;
+    const records = this.meta.num_events ? await this.cursor.records(first, this.lastEventOf(index)) : [];
+    this.stepEvents = { step: index, first, records };
+  }
+
+  /** Records of this step up to the moment shown. */
+  past() {
+    return this.stepEvents.records.filter((r) => r.index <= this.cursor.event);
+  }
+
+  async play() {
+    this.playing = !this.playing;
+    this.playButton.textContent = this.playing ? "❚❚" : "▶";
+    this.playButton.setAttribute("aria-label", this.playing ? "pause" : "play");
+    while (this.playing && this.cursor.event < this.meta.num_events - 1) {
+      const start = performance.now();
+      this.moveSteps(1);
+      await this.settled;
+      await new Promise((next) => setTimeout(next, Math.max(0, 1000 / this.speed - (performance.now() - start))));
+    }
+    if (this.playing) void this.play();
+  }
+
+  // ---------------------------------------------------------------- the page
+
+  build() {
+    const { header } = this.meta;
+    const name = header.model.name ?? "no model";
+    this.playButton = el("button", { class: "play", "aria-label": "play", title: "play (space)", onclick: () => this.play() }, "▶");
+    /** @param {string} label @param {string} title @param {() => void} go */
+    const button = (label, title, go) => el("button", { title, "aria-label": title, onclick: go }, label);
+    this.speedSelect = el("select", { "aria-label": "steps per second", onchange: () => { this.speed = Number(this.speedSelect.value); } },
+      ...SPEEDS.map((s) => el("option", { value: s }, `${s}/s`)));
+    this.position = el("output", { class: "position", "aria-live": "polite" });
+    this.timeline = el("canvas", { class: "timeline", tabindex: 0, role: "slider", "aria-label": "steps", "aria-valuemin": 0, "aria-valuemax": this.steps - 1 });
+    this.lanes = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-label": "request lanes" });
+    this.pool = el("canvas", { class: "pool", tabindex: 0, role: "grid", "aria-label": "block pool; arrow keys choose a block" });
+    this.poolNote = el("p", { class: "note", "aria-live": "polite" });
+    this.story = el("div", { class: "story" });
+    this.queues = el("div", { class: "queues" });
+    this.tables = el("div", { class: "tables" });
+    this.lens = el("div", { class: "lens" });
+    this.writes = el("div", { class: "writes" });
+    this.list = el("div", { class: "events", role: "listbox", tabindex: 0, "aria-label": "events of this step" });
+    this.raw = el("pre", { class: "raw" });
+    this.filterBox = el("input", { type: "search", placeholder: "filter: kind, request or block", "aria-label": "filter events", oninput: () => { this.filter = this.filterBox.value.trim(); this.drawEvents(); } });
+    this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    this.arrows.setAttribute("class", "arrows");
+    this.arrows.setAttribute("aria-hidden", "true");
+    const panel = (/** @type {string} */ title, /** @type {string} */ area, /** @type {Node[]} */ ...content) =>
+      el("section", { class: `panel ${area}` }, el("h2", {}, title), ...content);
+    const about = this.aboutLine();
+    this.main = el("div", { class: "viewer", tabindex: -1 },
+      el("header", {},
+        el("h1", {}, "pagedlab"), el("span", { class: "about" }, show(`${name} · ${about}`)),
+        el("button", { class: "theme", title: "light or dark (t)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐")),
+      el("nav", { "aria-label": "time" },
+        button("⏮", "first step (home)", () => { this.settled = this.goto(this.lastEventOf(0)); }),
+        button("◀◀", "step back (shift + left)", () => this.moveSteps(-1)),
+        button("◀", "event back (left)", () => { this.settled = this.goto(this.goal - 1); }),
+        this.playButton,
+        button("▶|", "event on (right)", () => { this.settled = this.goto(this.goal + 1); }),
+        button("▶▶", "step on (shift + right)", () => this.moveSteps(1)),
+        button("⏭", "last step (end)", () => { this.settled = this.goto(this.meta.num_events - 1); }),
+        this.speedSelect, this.position),
+      panel("Tokens per step against the budget, and blocks in use", "time", this.timeline, this.timeLegend()),
+      panel("Requests through time", "lane", el("div", { class: "scroll" }, this.lanes), this.laneLegend()),
+      panel("Queues", "queue", this.queues),
+      panel("Block pool, in physical order", "grid", this.poolLegend(), this.pool, this.poolNote, this.story),
+      panel("Block tables", "table", this.tables),
+      panel("Token lens: from token to slot", "token", this.lens),
+      panel("What the kernels report", "kernel", this.writes),
+      panel("Events of this step", "event", this.filterBox, this.list, this.raw),
+      this.arrows);
+    this.root.append(this.main);
+    this.listen();
+  }
+
+  aboutLine() {
+    const { model, config } = this.meta.header;
+    const parts = [];
+    if (model.num_hidden_layers) parts.push(`${model.num_hidden_layers} layers`);
+    parts.push(`${this.meta.num_blocks - 1} usable blocks of ${this.meta.block_sizes.join(" and ")} tokens (and the null block)`);
+    if (config.policy) parts.push(String(config.policy));
+    parts.push(`recorded at ${this.meta.header.record}`);
+    return parts.join(" · ");
+  }
+
+  timeLegend() {
+    return el("p", { class: "legend" },
+      swatch("prefill", "prompt tokens"), swatch("recomputed", "computed again"), swatch("decode", "decode tokens"),
+      el("span", { class: "key" }, "╌ budget"), el("span", { class: "key" }, "━ blocks in use"), el("span", { class: "key" }, "▼ preemption"));
+  }
+
+  laneLegend() {
+    return el("p", { class: "legend" }, ...["queued", "prefill", "decode", "recomputed", "preempted", "passed over"].map((k) => swatch(k.replace(" ", "-"), k)));
+  }
+
+  poolLegend() {
+    this.orderBox = el("input", { type: "checkbox", onchange: () => { this.showOrder = this.orderBox.checked; this.drawPool(); } });
+    return el("p", { class: "legend" },
+      ...["free", "cached", "in use", "shared", "null"].map((s) => swatch(`block-${s.replace(" ", "-")}`, s)),
+      el("label", { class: "key" }, this.orderBox, " order of the free queue"));
+  }
+
+  toggleTheme() {
+    const dark = getComputedStyle(this.main).colorScheme.includes("dark");
+    this.main.dataset.theme = dark ? "light" : "dark";
+    this.draw();
+  }
+
+  listen() {
+    const scrub = (/** @type {PointerEvent} */ e) => {
+      const box = this.timeline.getBoundingClientRect();
+      const index = Math.floor(((e.clientX - box.left) / box.width) * this.steps);
+      this.settled = this.goto(this.lastEventOf(Math.max(0, Math.min(this.steps - 1, index))));
+    };
+    this.timeline.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => { this.timeline.setPointerCapture(e.pointerId); scrub(e); });
+    this.timeline.addEventListener("pointermove", (/** @type {PointerEvent} */ e) => { if (e.buttons) scrub(e); });
+    this.lanes.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => {
+      const box = this.lanes.getBoundingClientRect();
+      const request = Math.floor((e.clientY - box.top) / this.laneHeight());
+      if (request < this.meta.requests.length) this.chooseRequest(request);
+      scrub(e);
+    });
+    this.pool.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => {
+      const box = this.pool.getBoundingClientRect();
+      const { size, columns } = this.poolLayout();
+      const block = Math.floor((e.clientY - box.top) / size) * columns + Math.floor((e.clientX - box.left) / size);
+      if (block >= 0 && block < this.meta.num_blocks) this.chooseBlock(block);
+    });
+    this.pool.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => {
+      const { columns } = this.poolLayout();
+      const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[e.key];
+      if (by === undefined) return;
+      e.preventDefault();
+      e.stopPropagation();
+      this.chooseBlock(Math.max(0, Math.min(this.meta.num_blocks - 1, (this.block ?? 0) + by)));
+    });
+    this.main.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => this.key(e));
+  }
+
+  /** @param {KeyboardEvent} e */
+  key(e) {
+    const target = /** @type {HTMLElement} */ (e.target);
+    if (target.matches("input[type=search], select") || e.ctrlKey || e.metaKey || e.altKey) return;
+    const moves = {
+      ArrowLeft: () => (e.shiftKey ? this.moveSteps(-1) : void (this.settled = this.goto(this.goal - 1))),
+      ArrowRight: () => (e.shiftKey ? this.moveSteps(1) : void (this.settled = this.goto(this.goal + 1))),
+      PageUp: () => this.moveSteps(-1),
+      PageDown: () => this.moveSteps(1),
+      Home: () => void (this.settled = this.goto(this.lastEventOf(0))),
+      End: () => void (this.settled = this.goto(this.meta.num_events - 1)),
+      t: () => this.toggleTheme(),
+      Escape: () => { this.block = this.request = this.token = null; this.draw(); },
+    };
+    if (e.key === " " && !target.matches("button")) { e.preventDefault(); void this.play(); return; }
+    const move = moves[/** @type {keyof typeof moves} */ (e.key)];
+    if (move) { e.preventDefault(); move(); }
+  }
+
+  /** @param {number} block */
+  chooseBlock(block) {
+    this.block = block;
+    this.drawPool();
+    void this.tellStory();
+    this.drawTables();
+  }
+
+  /** @param {number} request */
+  chooseRequest(request) {
+    this.request = this.request === request ? null : request;
+    this.draw();
+  }
+
+  // ---------------------------------------------------------------- drawing
+
+  draw() {
+    const index = this.stepIndex(this.cursor.event);
+    const record = this.current();
+    const step = this.meta.columns.step[index];
+    const inStep = this.cursor.event - (this.meta.columns.first_event[index] ?? 0) + 1;
+    const where = step < 0 ? "before the first step" : `step ${step}`;
+    this.position.textContent = show(`${where} · event ${inStep} of ${this.stepEvents.records.length}${record ? `: ${record.kind}${record.request_id ? ` ${record.request_id}` : ""}` : ""}`);
+    this.timeline.setAttribute("aria-valuenow", String(index));
+    this.timeline.setAttribute("aria-valuetext", where);
+    this.drawTimeline(index);
+    this.drawLanes(index);
+    this.drawQueues();
+    this.drawPool();
+    this.drawTables();
+    this.drawLens();
+    this.drawWrites();
+    this.drawEvents();
+    this.host.dispatchEvent(new CustomEvent("moved", { detail: { event: this.cursor.event } }));
+  }
+
+  current() {
+    return this.stepEvents.records.find((r) => r.index === this.cursor.event);
+  }
+
+  /** A canvas at the screen's resolution. @param {HTMLCanvasElement} canvas @param {number} height */
+  context(canvas, height) {
+    const width = canvas.parentElement?.clientWidth || 600;
+    const scale = devicePixelRatio || 1;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+      canvas.style.height = `${height}px`;
+    }
+    const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    const style = getComputedStyle(this.main);
+    const colour = (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
+    return { context, width, colour };
+  }
+
+  /** @param {number} index */
+  drawTimeline(index) {
+    const height = 110;
+    const { context, width, colour } = this.context(this.timeline, height);
+    const c = this.meta.columns;
+    const most = Math.max(1, ...[...Array(this.steps).keys()].map((i) => c.prefill[i] + c.recomputed[i] + c.decode[i]));
+    const budget = Math.max(...c.budget);
+    const top = Math.min(budget || most, most * 1.25) || 1;
+    const bar = width / this.steps;
+    const y = (/** @type {number} */ tokens) => height - 4 - (tokens / top) * (height - 22);
+    for (let i = 0; i < this.steps; i += 1) {
+      let tokens = 0;
+      for (const kind of ["decode", "recomputed", "prefill"]) {
+        if (!c[kind][i]) continue;
+        context.fillStyle = colour(kind);
+        const from = y(tokens), to = y(tokens + c[kind][i]);
+        context.fillRect(i * bar, to, Math.max(bar - (bar > 4 ? 1 : 0), 0.5), from - to);
+        if (kind === "prefill" && bar > 5) hatch(context, i * bar, to, bar - 1, from - to, colour("paper"));
+        tokens += c[kind][i];
+      }
+      if (c.preempted[i]) {
+        context.fillStyle = colour("alert");
+        context.beginPath();
+        context.moveTo(i * bar + bar / 2 - 4, 2);
+        context.lineTo(i * bar + bar / 2 + 4, 2);
+        context.lineTo(i * bar + bar / 2, 9);
+        context.fill();
+      }
+    }
+    context.strokeStyle = colour("ink");
+    context.lineWidth = 1.5;
+    context.beginPath();
+    for (let i = 0; i < this.steps; i += 1) {
+      const level = height - 4 - (c.used[i] / Math.max(1, this.meta.num_blocks - 1)) * (height - 22);
+      context.lineTo(i * bar, level);
+      context.lineTo((i + 1) * bar, level);
+    }
+    context.stroke();
+    if (budget && budget <= top) {
+      context.setLineDash([4, 4]);
+      context.strokeStyle = colour("dim");
+      context.strokeRect(-1, y(budget), width + 2, 0);
+      context.setLineDash([]);
+    }
+    context.strokeStyle = colour("accent");
+    context.lineWidth = 2;
+    context.strokeRect(index * bar, 1, Math.max(bar, 2), height - 2);
+  }
+
+  laneHeight() {
+    return this.meta.requests.length > 40 ? 8 : 18;
+  }
+
+  /** @param {number} index */
+  drawLanes(index) {
+    const lane = this.laneHeight();
+    const { context, width, colour } = this.context(this.lanes, Math.max(lane, this.meta.requests.length * lane));
+    const bar = width / this.steps;
+    const first = this.meta.columns.step[0];
+    for (const [request, kind, from, to] of this.meta.segments) {
+      const x = (from - first) * bar, y = request * lane + 1, w = Math.max((to - from + 1) * bar - 0.5, 0.5);
+      const name = KINDS_OF_WORK[kind];
+      context.fillStyle = colour(name.replace(" ", "-"));
+      const thin = kind >= 3 ? lane / 3 : 0; // not running: a thin line
+      context.fillRect(x, y + thin, w, lane - 2 - 2 * thin);
+      if (kind <= 1 && lane > 10) hatch(context, x, y, w, lane - 2, colour("paper"));
+    }
+    if (lane > 10) {
+      context.font = "11px system-ui, sans-serif";
+      this.meta.requests.forEach((/** @type {any} */ r, /** @type {number} */ i) => {
+        const start = this.meta.segments.find((/** @type {number[]} */ s) => s[0] === i);
+        const x = start ? Math.max(2, Math.min((start[2] - first) * bar + 3, width - 60)) : 2;
+        context.strokeStyle = colour("paper");
+        context.lineWidth = 3;
+        context.strokeText(show(r.id), x, i * lane + lane - 5);
+        context.fillStyle = colour("ink");
+        context.fillText(show(r.id), x, i * lane + lane - 5);
+      });
+    }
+    if (this.request !== null) {
+      context.strokeStyle = colour("ink");
+      context.strokeRect(0.5, this.request * lane + 0.5, width - 1, lane - 1);
+    }
+    context.fillStyle = colour("accent");
+    context.fillRect(index * bar, 0, Math.max(1.5, Math.min(bar, 2)), this.meta.requests.length * lane);
+  }
+
+  /** Why each request did or did not move in this step, from the scheduler's own words. */
+  reasons() {
+    /** @type {Map<string, string>} */ const said = new Map();
+    /** @type {Record<string, any>} */ const rest = {};
+    for (const r of this.past()) {
+      if (r.kind === "request_considered") {
+        const why = this.meta.reasons[r.reason] ?? r.reason;
+        const numbers = r.num_needed_blocks != null ? ` (needs ${r.num_needed_blocks}, ${r.num_free_blocks} free)` : "";
+        const verb = r.outcome === "scheduled" ? `${r.num_tokens_granted} of ${r.num_tokens_wanted} tokens` : r.outcome;
+        said.set(r.request_id, r.reason === "all_tokens" ? verb : `${verb}: ${why}${numbers}`);
+      } else if (r.kind === "request_preempted") {
+        said.set(r.request_id, `preempted for ${r.on_behalf_of}: ${r.rule}`);
+      } else if (r.kind === "queue_not_reached") {
+        rest[r.queue] = `not looked at: ${this.meta.reasons[r.reason] ?? r.reason}`;
+      }
+    }
+    return { said, rest };
+  }
+
+  drawQueues() {
+    const { state } = this.cursor;
+    const { said, rest } = this.reasons();
+    const column = (/** @type {string} */ title, /** @type {number[]} */ queue, /** @type {string} */ name) => {
+      const items = queue.slice(0, 64).map((request) => {
+        const info = this.meta.requests[request], r = state.request(request);
+        const note = said.get(info.id) ?? rest[name] ?? "";
+        const chip = el("button", { class: `chip${this.request === request ? " chosen" : ""}`, style: `--owner:${hue(request)}`, onclick: () => this.chooseRequest(request), "data-request": info.id },
+          el("b", {}, show(info.id)),
+          el("meter", { min: 0, max: Math.max(r.known, 1), value: r.computed, title: `${r.computed} of ${r.known} known tokens computed` }),
+          el("span", { class: "count" }, `${r.computed}/${r.known}`),
+          ...(r.status === 2 ? [el("i", {}, "preempted")] : []));
+        return el("li", {}, chip, ...(note ? [el("small", {}, show(note))] : []));
+      });
+      if (queue.length > 64) items.push(el("li", {}, `… ${queue.length - 64} more`));
+      return el("div", { class: "column" }, el("h3", {}, `${title} (${queue.length})`), el("ol", {}, ...items));
+    };
+    this.queues.replaceChildren(column("waiting", state.waiting, "waiting"), column("running", state.running, "running"));
+  }
+
+  poolLayout() {
+    const width = this.pool.parentElement?.clientWidth || 600;
+    const n = this.meta.num_blocks;
+    const fit = Math.sqrt((width * 380) / n);
+    const size = Math.max(4, Math.min(38, Math.floor(fit)));
+    const columns = Math.max(1, Math.floor(width / size));
+    return { size, columns, height: Math.ceil(n / columns) * size };
+  }
+
+  drawPool() {
+    const { size, columns, height } = this.poolLayout();
+    const { context, colour } = this.context(this.pool, height);
+    const { state } = this.cursor;
+    const owners = state.owners();
+    const gap = size > 8 ? 2 : 1;
+    /** @type {Map<number, number>} */ const order = new Map();
+    if (this.showOrder) state.freeQueue().forEach((block, place) => order.set(block, place));
+    const shown = this.shownRequest();
+    const mine = new Set(shown === null ? [] : (state.requests.get(shown)?.tables ?? []).flat());
+    const read = this.readBlocks();
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    for (let block = 0; block < state.numBlocks; block += 1) {
+      const x = (block % columns) * size, y = Math.floor(block / columns) * size, s = size - gap;
+      const is = state.stateOf(block);
+      context.fillStyle = is === "null" ? colour("dim") : is === "free" ? colour("empty") : is === "cached" ? colour("cached") : hue(owners[block]);
+      context.fillRect(x, y, s, s);
+      if (is === "cached" && size > 6) hatch(context, x, y, s, s, colour("paper"));
+      if (is === "free" && size > 5) { context.strokeStyle = colour("line"); context.lineWidth = 1; context.strokeRect(x + 0.5, y + 0.5, s - 1, s - 1); }
+      if (is === "shared" && size > 5) { context.strokeStyle = colour("ink"); context.lineWidth = size > 12 ? 2.5 : 1; context.strokeRect(x + 1, y + 1, s - 2, s - 2); }
+      if (order.size && order.has(block)) {
+        context.fillStyle = `rgba(128,128,128,${0.75 - 0.7 * ((order.get(block) ?? 0) / Math.max(1, order.size))})`;
+        context.fillRect(x, y, s, s);
+      }
+      if (size >= 18) {
+        const used = is === "in use" || is === "shared";
+        context.fillStyle = used ? "#fff" : colour("ink");
+        context.font = `${Math.min(13, size * 0.36)}px system-ui, sans-serif`;
+        const label = order.has(block) ? `${(order.get(block) ?? 0) + 1}.` : is === "null" ? "∅" : is === "shared" ? `${block}×${state.refs[block]}` : String(block);
+        context.fillText(label, x + s / 2, y + s / 2);
+      }
+      if (mine.has(block) && block) { context.strokeStyle = colour("accent"); context.lineWidth = size > 12 ? 2 : 1; context.strokeRect(x + 0.5, y + 0.5, s - 1, s - 1); }
+      if (read.has(block)) { context.fillStyle = colour("accent"); context.fillRect(x, y + s - Math.max(2, s / 6), s, Math.max(2, s / 6)); }
+      if (block === this.block) { context.strokeStyle = colour("alert"); context.lineWidth = 2.5; context.strokeRect(x, y, s, s); }
+    }
+    context.textAlign = "start";
+    context.textBaseline = "alphabetic";
+    const count = (/** @type {string} */ what) => { let n = 0; for (let b = 0; b < state.numBlocks; b += 1) if (state.stateOf(b) === what) n += 1; return n; };
+    const front = state.freeQueue(8).join(", ");
+    this.poolNote.textContent = `${count("in use")} in use, ${count("shared")} shared, ${count("cached")} cached and free, ${count("free")} free, 1 null. Next to be handed out: ${front || "none"}.`;
+  }
+
+  /** Blocks that the attention kernel reported to have read, for the request shown. */
+  readBlocks() {
+    const shown = this.shownRequest();
+    const id = shown === null ? null : this.meta.requests[shown].id;
+    const reads = this.past().filter((r) => r.kind === "kv_read" && r.request_id === id);
+    return new Set(reads.length ? reads[reads.length - 1].block_ids : []);
+  }
+
+  /** The life of the chosen block, event by event. */
+  async tellStory() {
+    const block = this.block;
+    if (block === null) { this.story.replaceChildren(); return; }
+    if (!this.blockEvents) this.blockEvents = varints(await inflate(this.readChunk("block_events")));
+    const mine = [];
+    for (let i = 0, at = 0; i < this.blockEvents.length; i += 2) {
+      at += this.blockEvents[i];
+      if (this.blockEvents[i + 1] === block) mine.push(at);
+    }
+    const shown = mine.slice(-60);
+    const records = [];
+    for (const index of shown) records.push(...(await this.cursor.records(index, index)));
+    if (this.block !== block) return;
+    const { state } = this.cursor;
+    const items = records.map((r) => el("li", { class: r.index <= this.cursor.event ? "past" : "future" },
+      el("button", { onclick: () => { this.settled = this.goto(r.index); } }, show(`step ${r.step}: ${lifeOf(r)}`))));
+    this.story.replaceChildren(
+      el("h3", {}, block === 0 ? "Block 0 is the null block: a placeholder that is never handed out" : `Block ${block}: ${state.stateOf(block)}, ${state.refs[block]} owners${state.hashed[block] ? `, hash ${state.hashes[block].toString(16).padStart(8, "0")}` : ""}`),
+      el("ol", { class: "life" }, ...(mine.length > shown.length ? [el("li", {}, `… ${mine.length - shown.length} earlier events`)] : []), ...items));
+  }
+
+  /** The request whose tables are shown: the chosen one, else the one the event is about, else the first running. */
+  shownRequest() {
+    const { state } = this.cursor;
+    if (this.request !== null) return state.requests.has(this.request) ? this.request : null;
+    const id = this.current()?.request_id;
+    const index = id === undefined ? -1 : this.meta.requests.findIndex((/** @type {any} */ r) => r.id === id);
+    if (index >= 0 && state.requests.has(index)) return index;
+    return state.running[0] ?? state.waiting[0] ?? null;
+  }
+
+  drawTables() {
+    const { state } = this.cursor;
+    const chosen = this.shownRequest();
+    const others = this.request === null ? state.running.filter((r) => r !== chosen).slice(0, 3) : [];
+    const requests = chosen === null ? [] : [chosen, ...others];
+    this.tables.replaceChildren(...requests.map((request) => this.tableOf(request)));
+    if (!requests.length) this.tables.append(el("p", { class: "note" }, "No request holds blocks at this moment."));
+    requestAnimationFrame(() => this.drawArrows());
+  }
+
+  /** @param {number} request */
+  tableOf(request) {
+    const { state } = this.cursor;
+    const info = this.meta.requests[request], r = state.request(request);
+    const scheduled = this.past().find((e) => e.kind === "step_scheduled")?.num_scheduled_tokens[info.id] ?? 0;
+    const from = r.computed - scheduled;
+    const groups = r.tables.map((table, group) => {
+      const size = this.meta.block_sizes[group];
+      const start = table.length > 24 ? Math.max(0, Math.min(table.length - 24, Math.floor(from / size) - 4)) : 0;
+      const blocks = table.slice(start, start + 24).map((block, i) => {
+        const logical = start + i;
+        const cells = [];
+        for (let offset = 0; offset < Math.min(size, 64); offset += 1) {
+          const position = logical * size + offset;
+          const status = position >= r.computed ? (position < r.known ? "known" : "empty") : position >= from ? "now" : "done";
+          const gone = block === 0 ? " gone" : "";
+          const text = position < r.known ? this.textAt(request, position) : "";
+          const chosenToken = this.token && this.token.request === request && this.token.position === position ? " chosen" : "";
+          cells.push(el("button", { class: `cell ${status}${gone}${chosenToken}`, title: `position ${position}, offset ${offset}, ${block ? `slot ${block * size + offset}` : "out of the window"}`, disabled: position >= r.known, "data-position": position, onclick: () => { this.token = { request, position }; this.drawTables(); this.drawLens(); } }, text || "·"));
+        }
+        return el("div", { class: `block${block === this.block ? " chosen" : ""}`, "data-block": block },
+          el("button", { class: "head", style: block ? `--owner:${hue(request)}` : "", onclick: () => this.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
+          el("div", { class: "cells" }, ...cells));
+      });
+      const kind = this.meta.groups[group]?.kind;
+      const label = r.tables.length > 1 ? `group ${group}${kind ? ` (${kind.replace("_", " ")}${this.meta.groups[group].window ? `, window ${this.meta.groups[group].window}` : ""})` : ""}, blocks of ${size}` : "";
+      const cut = table.length > 24 ? `blocks ${start} to ${start + 23} of ${table.length}` : "";
+      return el("div", { class: "group" }, ...(label || cut ? [el("small", {}, [label, cut].filter(Boolean).join(", "))] : []), el("div", { class: "blocks" }, ...blocks));
+    });
+    return el("div", { class: "request", "data-request": info.id },
+      el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${r.known} tokens computed${scheduled ? `, ${scheduled} of them in this step` : ""}`)),
+      ...groups);
+  }
+
+  /** @param {number} request @param {number} position */
+  textAt(request, position) {
+    const token = this.meta.requests[request].tokens[position];
+    const text = this.meta.token_texts[token];
+    return show(text === undefined ? `#${token}` : text);
+  }
+
+  /** From the blocks of the first table to their cells in the pool. */
+  drawArrows() {
+    this.arrows.replaceChildren();
+    const { size, columns } = this.poolLayout();
+    const base = this.main.getBoundingClientRect(), pool = this.pool.getBoundingClientRect();
+    if (pool.width === 0 || base.width < 900) return;
+    const heads = [...this.tables.querySelectorAll(".request:first-child .block")].slice(0, 16);
+    for (const head of heads) {
+      const block = Number(head.dataset.block);
+      if (!block || (this.block !== null && block !== this.block)) continue;
+      const box = head.getBoundingClientRect();
+      const x1 = box.left - base.left + Math.min(box.width / 2, 40), y1 = box.top - base.top;
+      const x2 = pool.left - base.left + (block % columns) * size + size / 2;
+      const y2 = pool.top - base.top + Math.floor(block / columns) * size + size / 2;
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("d", `M ${x1} ${y1} C ${x1} ${y1 - 40}, ${x2} ${y2 + 60}, ${x2} ${y2}`);
+      this.arrows.append(path);
+    }
+  }
+
+  drawLens() {
+    const chosen = this.token ?? this.lastToken();
+    if (!chosen || !this.cursor.state.requests.has(chosen.request)) {
+      this.lens.replaceChildren(el("p", { class: "note" }, "Pick a token in a block table to follow it to its slot."));
+      return;
+    }
+    const { request, position } = chosen;
+    const info = this.meta.requests[request], r = this.cursor.state.request(request);
+    const past = this.past();
+    const maps = past.filter((e) => e.kind === "slots_mapped");
+    const ordered = past.filter((e) => e.kind === "batch_ordered").pop();
+    const rows = r.tables.map((table, group) => {
+      const size = this.meta.block_sizes[group];
+      const logical = Math.floor(position / size), offset = position % size, block = table[logical];
+      const map = maps.find((m) => m.group === group);
+      const at = map ? map.request_id.findIndex((/** @type {string} */ id, /** @type {number} */ i) => id === info.id && map.position[i] === position) : -1;
+      const links = [link("token", this.textAt(request, position), `id ${info.tokens[position]}`)];
+      if (at >= 0) {
+        const batchRow = ordered ? ordered.request_ids.indexOf(info.id) : map.row[at];
+        links.push(link("flat index", map.token[at], "place in this step's batch"));
+        links.push(link("batch row", batchRow, "batch_idx"));
+        const stateRow = ordered?.idx_mapping ? ordered.idx_mapping[batchRow] : map.row[at];
+        links.push(link("state row", stateRow, ordered?.idx_mapping ? "idx_mapping[batch row]" : "the same in the persistent batch"));
+      }
+      links.push(link("position", position, "in its own request"));
+      links.push(link("logical block", logical, `${position} // ${size}`), link("offset", offset, `${position} % ${size}`));
+      if (at >= 0) links.push(link("table index", map.table_index[at], `row ${map.row[at]} · K ${map.table_stride} + ${logical}`));
+      if (block === undefined) links.push(link("block", "none yet", "allocated when the token is scheduled"));
+      else if (block === 0) links.push(link("block", "∅", "left the window"));
+      else {
+        const slot = block * size + offset;
+        links.push(link("block", block, "read from the table there"), link("slot", slot, `${block} · ${size} + ${offset}`));
+        links.push(link("in the cache", this.address(group, block, offset), "one layer's keys, in bytes; values follow in the second half"));
+      }
+      const note = at >= 0 ? "" : position < r.computed ? "Written in an earlier step; the chain follows from the table as it stands." : "Not scheduled yet at this moment.";
+      return el("div", { class: "chain", "data-group": group },
+        ...(r.tables.length > 1 ? [el("h3", {}, `group ${group}`)] : []),
+        el("div", { class: "links" }, ...links.flatMap((l, i) => (i ? [el("span", { class: "to", "aria-hidden": "true" }, "→"), l] : [l]))),
+        ...(note ? [el("p", { class: "note" }, note)] : []));
+    });
+    this.lens.replaceChildren(...rows);
+  }
+
+  /** The last token of this step's batch, so that the lens is never empty while something runs. */
+  lastToken() {
+    const map = this.past().filter((e) => e.kind === "slots_mapped").pop();
+    if (!map || !map.token.length) return null;
+    const i = map.token.length - 1;
+    const request = this.meta.requests.findIndex((/** @type {any} */ r) => r.id === map.request_id[i]);
+    return { request, position: map.position[i] };
+  }
+
+  /** Byte offset of a slot's keys in one layer's buffer [2, blocks, block_size, kv_heads, head_dim].
+   * @param {number} group @param {number} block @param {number} offset */
+  address(group, block, offset) {
+    const { model, config } = this.meta.header;
+    const width = { float32: 4, bfloat16: 2, float16: 2 }[/** @type {string} */ (config.dtype)];
+    if (!width || !model.head_dim) return "no model";
+    const bytes = Number(model.num_key_value_heads) * Number(model.head_dim) * width;
+    return `${((block * this.meta.block_sizes[group] + offset) * bytes).toLocaleString("en")} … +${bytes}`;
+  }
+
+  drawWrites() {
+    const past = this.past();
+    const written = past.filter((e) => e.kind === "kv_written");
+    if (!written.length) {
+      this.writes.replaceChildren(el("p", { class: "note" }, this.meta.header.record === "kernels" ? "Nothing has been written in this step yet." : `Recorded at ${this.meta.header.record}; the write log needs --record kernels.`));
+      return;
+    }
+    const log = written[written.length - 1];
+    /** @type {Map<number, Map<number, number>>} */ const blocks = new Map();
+    log.block_id.forEach((/** @type {number} */ block, /** @type {number} */ i) => {
+      if (!blocks.has(block)) blocks.set(block, new Map());
+      blocks.get(block)?.set(log.offset[i], i);
+    });
+    const size = this.meta.block_sizes[log.group];
+    const drawn = [...blocks].slice(0, 32).map(([block, offsets]) => el("div", { class: "block" },
+      el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`),
+      el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => {
+        const i = offsets.get(offset);
+        return el("span", { class: `cell ${i === undefined ? "done" : "now"}`, title: i === undefined ? "not written in this step" : `token ${log.token[i]} → slot ${log.slot[i]}, checksum ${log.checksum[i].toString(16)}` }, i === undefined ? "·" : log.checksum[i].toString(16).slice(0, 4));
+      }))));
+    const reads = past.filter((e) => e.kind === "kv_read" && e.layer === log.layer);
+    this.writes.replaceChildren(
+      el("p", { class: "note" }, show(`${log.layer}, ${log.source}: ${log.slot.length} slots written (${written.length} logs so far in this step); a cell shows the beginning of its checksum.`)),
+      el("div", { class: "blocks" }, ...drawn),
+      ...reads.slice(-8).map((r) => el("p", { class: "note" }, show(`${r.request_id} read blocks ${r.block_ids.join(", ")} (${r.source})`))));
+  }
+
+  drawEvents() {
+    const words = this.filter.toLowerCase();
+    const all = this.stepEvents.records;
+    const matching = words ? all.filter((r) => matches(r, words)) : all;
+    const at = Math.max(0, matching.findIndex((r) => r.index >= this.cursor.event));
+    const from = Math.max(0, Math.min(at - 100, matching.length - 200));
+    const items = matching.slice(from, from + 200).map((r) => el("button", {
+      class: `row${r.index === this.cursor.event ? " here" : r.index > this.cursor.event ? " future" : ""}`,
+      role: "option", "aria-selected": r.index === this.cursor.event, "data-index": r.index,
+      onclick: () => { this.settled = this.goto(r.index); },
+    }, el("code", {}, r.kind), show(` ${summary(r)}`)));
+    if (from > 0) items.unshift(el("p", { class: "note" }, `… ${from} before`));
+    if (matching.length > from + 200) items.push(el("p", { class: "note" }, `… ${matching.length - from - 200} more`));
+    if (!items.length) items.push(el("p", { class: "note" }, words ? "No event of this step matches." : "No events."));
+    this.list.replaceChildren(...items);
+    const here = this.list.querySelector(".here");
+    if (here) this.list.scrollTop = here.offsetTop - this.list.offsetTop - this.list.clientHeight / 2;
+    const record = this.current();
+    const { index, ...rest } = record ?? {};
+    this.raw.textContent = record ? show(JSON.stringify(rest)).replaceAll(/,"/g, ',\n "') : "";
+  }
+
+  /** For tests: the state as plain data. */
+  snapshot() {
+    const { state } = this.cursor;
+    const id = (/** @type {number} */ i) => this.meta.requests[i]?.id ?? null;
+    return plain(state, id);
+  }
+}
+
+/** @param {EngineState} state @param {(index: number) => string} id */
+export function plain(state, id) {
+  /** @type {Record<string, any>} */ const requests = {};
+  for (const [i, r] of state.requests) requests[id(i)] = { status: STATUSES[r.status], computed: r.computed, known: r.known, tables: r.tables };
+  /** @type {Record<string, any>} */ const refs = {};
+  /** @type {Record<string, any>} */ const cached = {};
+  /** @type {Record<string, any>} */ const rows = {};
+  for (let b = 0; b < state.numBlocks; b += 1) {
+    if (state.refs[b]) refs[b] = state.refs[b];
+    if (state.hashed[b]) cached[b] = state.hashes[b].toString(16).padStart(8, "0");
+  }
+  for (const [row, i] of state.rows) rows[row] = i < 0 ? null : id(i);
+  return { waiting: state.waiting.map(id), running: state.running.map(id), free_queue: state.freeQueue(), ref_counts: refs, cached_blocks: cached, requests, rows };
+}
+
+/** @param {string} name @param {string} label */
+function swatch(name, label) {
+  return el("span", { class: "key" }, el("span", { class: `swatch ${name}` }), label);
+}
+
+/** @param {number} request */
+function hue(request) {
+  return request < 0 ? "#777" : HUES[request % HUES.length];
+}
+
+/** Diagonal lines, so that a state is told apart without colour.
+ * @param {CanvasRenderingContext2D} context @param {number} x @param {number} y @param {number} w @param {number} h @param {string} colour */
+function hatch(context, x, y, w, h, colour) {
+  if (w < 2 || h < 2) return;
+  context.save();
+  context.beginPath();
+  context.rect(x, y, w, h);
+  context.clip();
+  context.strokeStyle = colour;
+  context.globalAlpha = 0.55;
+  context.lineWidth = 1;
+  context.beginPath();
+  for (let d = -h; d < w; d += 5) { context.moveTo(x + d, y + h); context.lineTo(x + d + h, y); }
+  context.stroke();
+  context.restore();
+}
+
+/** @param {string} name @param {unknown} value @param {string} how */
+function link(name, value, how) {
+  return el("div", { class: "link", "data-link": name }, el("small", {}, name), el("b", {}, String(value)), el("small", {}, how));
+}
+
+/** One line on what an event did to its block. @param {any} r */
+function lifeOf(r) {
+  const whose = `${r.request_id}${r.logical_block != null ? ` block ${r.logical_block}` : ""}`;
+  if (r.kind === "block_allocated") return `handed out to ${whose}`;
+  if (r.kind === "block_touched") return `hit by ${whose}${r.was_free ? ", taken out of the free queue" : `, now ${r.ref_cnt} owners`}`;
+  if (r.kind === "block_cached") return `full: cached under ${r.hash} for ${whose}`;
+  if (r.kind === "block_evicted") return `evicted: hash ${r.hash} forgotten, for ${r.request_id}`;
+  return `given back by ${whose} (${r.why.replaceAll("_", " ")})${r.ref_cnt ? `, ${r.ref_cnt} owners left` : `, place ${r.free_queue_index} in the free queue`}`;
+}
+
+/** The telling fields of a record in one line. @param {any} r */
+function summary(r) {
+  const skip = new Set(["kind", "index", "seq", "engine", "step", "t_ns", "proc"]);
+  const parts = [];
+  for (const [name, value] of Object.entries(r)) {
+    if (skip.has(name) || value === null || (Array.isArray(value) && !value.length)) continue;
+    const text = typeof value === "object" ? JSON.stringify(value) : String(value);
+    parts.push(name === "request_id" ? text : `${name}=${text.length > 42 ? `${text.slice(0, 40)}…` : text}`);
+    if (parts.length === 7) break;
+  }
+  return parts.join(" ");
+}
+
+/** @param {any} r @param {string} words */
+function matches(r, words) {
+  return words.split(/\s+/).every((word) => {
+    const block = /^block[ _]?(\d+)$/.exec(word);
+    if (block) return r.block_id === Number(block[1]);
+    return r.kind.includes(word) || String(r.request_id ?? "").toLowerCase() === word;
+  });
+}
+
+/** The entry point of anywidget. */
+export default {
+  /** @param {{model: any, el: HTMLElement}} context */
+  render({ model, el: element }) {
+    const chunks = model.get("chunks");
+    const viewer = mount(element, { meta: JSON.parse(model.get("meta")), readChunk: (name) => chunks[name], css: model.get("css") });
+    return () => viewer.destroy();
+  },
+};
