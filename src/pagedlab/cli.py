@@ -20,8 +20,8 @@ from pagedlab.commands.generate import generate
 from pagedlab.commands.inspect import check, diff, replay, why
 from pagedlab.commands.scenarios import scenarios
 from pagedlab.commands.trace import trace
+from pagedlab.commands.view import view
 from pagedlab.errors import UserError
-from pagedlab.simulate.cli import simulate_command
 from pagedlab.version import __version__
 
 # typer brings click's exceptions along under changing names; these are theirs in every version.
@@ -36,9 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (trace, replay, why, check, diff, conformance, scenarios, generate, bench, doctor):
+for command in (trace, replay, view, why, check, diff, conformance, scenarios, generate, bench, doctor):
     app.command()(command)
-app.command("simulate")(simulate_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,96 @@
+"""``replay``, ``why``, ``check`` and ``diff``: questions to saved traces. None of them imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedlab.errors import UserError
+from pagedlab.trace.events import LEVELS
+
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="A saved trace: .jsonl or .jsonl.zst.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def replay(
+    trace: TracePath,
+    detail: Annotated[
+        str | None, typer.Option("--detail", help=f"How much to show: {', '.join(LEVELS)}; default blocks.")
+    ] = None,
+    pause: Annotated[bool, typer.Option("--pause", help="Wait for a key after each step.")] = False,
+) -> None:
+    """Show a saved trace in the same tracer that showed it live."""
+    from pagedlab.trace.trace import Trace
+    from pagedlab.viz.terminal import TerminalTracer
+
+    if detail is not None and detail not in LEVELS:
+        raise UserError(f"--detail is {detail!r}: choose one of {', '.join(LEVELS)}.")
+    loaded = Trace.load(trace)
+    recorded = LEVELS.index(loaded.header.record)
+    if detail is not None:
+        loaded.need(detail, f"replay --detail {detail}")  # type: ignore[arg-type]
+    shown = detail or LEVELS[min(recorded, LEVELS.index("blocks"))]
+    TerminalTracer(detail=shown, pause=pause).show(loaded)  # type: ignore[arg-type]
+
+
+def why(
+    trace: TracePath,
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="A request id, r0 for example.")],
+    step: Annotated[int | None, typer.Option(help="What was decided about it in this step; else its journey.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why a request waited, got fewer tokens, was preempted or missed the prefix cache."""
+    from pagedlab.trace.trace import Trace
+    from pagedlab.trace.why import why as explain
+    from pagedlab.viz.text import safe
+
+    answer = explain(Trace.load(trace), request, step)
+    if as_json:
+        print(json.dumps(answer.data))
+        return
+    for line in answer.lines:
+        print(safe(line))
+
+
+def check(trace: TracePath, as_json: AsJson = False) -> None:
+    """Hold every event to the invariants of pool, queues, tables and slots; exit 1 at the first broken one."""
+    from pagedlab.trace.check import check as first_violation
+    from pagedlab.trace.trace import Trace
+    from pagedlab.viz.text import safe
+
+    notices: list[str] = []
+    violation = first_violation(Trace.load(trace), notices)
+    for notice in notices:
+        print(f"pagedlab: notice: {safe(notice)}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"ok": violation is None, "violation": violation and asdict(violation), "notices": notices}))
+    else:
+        print("ok" if violation is None else safe(str(violation)))
+    if violation is not None:
+        raise typer.Exit(1)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A trace.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one; requests are matched by id.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find the first decision in which two runs part; exit 1 if there is one."""
+    from pagedlab.trace.trace import Trace
+    from pagedlab.viz.text import safe
+
+    difference = Trace.load(a).diff(Trace.load(b))
+    if as_json:
+        print(json.dumps({"same": difference is None, "difference": difference and asdict(difference)}))
+    elif difference is None:
+        print("no difference in any decision")
+    else:
+        for line in difference.lines():
+            print(safe(line))
+    if difference is not None:
+        raise typer.Exit(1)
