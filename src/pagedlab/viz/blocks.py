@@ -10,8 +10,6 @@ from pagedlab.viz.decisions import more, plural
 from pagedlab.viz.layout import GLUE, Part, Pen, glue
 from pagedlab.viz.step_view import Pool, RequestView, StepView
 
-STATES = ("in_use", "shared", "cached", "free", "null")
-WORDS = {"in_use": "in use", "shared": "shared", "cached": "cached", "free": "free", "null": "null"}
 BUSIEST = ("shared", "in_use", "cached", "free", "null")  # which state a cell of several blocks shows
 CLUSTER = 10  # cells are drawn in tens, to be counted
 MAX_ROWS = 4
@@ -50,16 +48,27 @@ def pool_strip(pen: Pen, pool: Pool) -> list[Text]:
     counts = pool.counts()
     tail = pool.num_blocks - drawn
     says = "one cell = 1 block" if size == 1 else f"one cell = {size} blocks, drawn as its busiest"
-    numbers: list[Part] = []
-    for state in STATES:
-        if counts[state] or state in ("in_use", "free"):
-            words = "shared (digit = owners)" if state == "shared" else WORDS[state]
-            sign, style = cell(pen, state, 2)
-            numbers += [(sign + GLUE, style), glue(f"{counts[state]:,} {words}"), "   "]
     if tail > 0:
         lines.append(pen.line((f"… blocks {drawn:,}–{pool.num_blocks - 1:,} are all free", "dim")))
-    lines += pen.paragraph(*numbers, (glue(says), "dim"))
-    return lines
+    return lines + pen.paragraph(*_counted(pen, counts), (glue(says), "dim"))
+
+
+def _counted(pen: Pen, counts: dict[str, int]) -> list[Part]:
+    """``■ 2 in use   7 free = □ 3 cached + · 4 blank   ∅ 1 null``: cached blocks are free ones."""
+
+    def one(state: str, word: str, gap: str = "   ") -> list[Part]:
+        sign, style = cell(pen, state)
+        return [(sign + GLUE, style), glue(f"{counts[state]:,} {word}") + gap]
+
+    parts = one("in_use", "in use")
+    if counts["shared"]:  # its sign is a digit, which would read as part of the count
+        parts += [(glue(f"{counts['shared']:,} shared (digit = owners)"), "shared"), "   "]
+    if counts["cached"]:
+        parts += [glue(f"{counts['cached'] + counts['free']:,} free = "), *one("cached", "cached +", GLUE),
+                  *one("free", "blank")]
+    else:
+        parts += one("free", "free")
+    return parts + one("null", "null") if counts["null"] else parts
 
 
 def _busiest(pen: Pen, pool: Pool, ids: range) -> Part:
@@ -88,18 +97,24 @@ def changes(pen: Pen, view: StepView) -> list[Text]:
         told = (f"{e.block_id} (lost {pen.plain(e.hash, 9)} to {pen.name(e.request_id)[0]})" for e in evicted[:few])
         say("evicted", "bad", ", ".join(told) + more(len(evicted) - few))
     lines = pen.paragraph(*parts, hang=2) if parts else []
-    for reason, words in (("finished", "finished"), ("aborted", "aborted"), ("preempted", "preempted"),
-                       ("out_of_window", "slid out of the window")):
-        freed = [e for e in view.of(BlockFreed) if e.why == reason]
-        if freed:
-            keep = sum(1 for e in freed if e.ref_cnt == 0 and e.hash)
-            still = sum(1 for e in freed if e.ref_cnt)
-            tail: list[Part] = [f": {len(freed) - still} to the tail of the free queue"]
-            if keep:
-                tail.append(f", {keep} of them still findable until handed out again")
-            if still:
-                tail.append(f", {still} still owned by others")
-            lines += pen.paragraph(("freed", "free"), f" ({words}) {pen.ids(e.block_id for e in freed)}", *tail, hang=2)
+    return _freed(pen, view, "preempted") + lines + _freed(pen, view, "out_of_window", "aborted", "finished")
+
+
+def _freed(pen: Pen, view: StepView, *reasons: str) -> list[Text]:
+    lines: list[Text] = []
+    for reason in reasons:
+        freed = [event for event in view.of(BlockFreed) if event.why == reason]
+        if not freed:
+            continue
+        keep = sum(1 for event in freed if event.ref_cnt == 0 and event.hash)
+        still = sum(1 for event in freed if event.ref_cnt)
+        tail = f": {len(freed) - still} to the tail of the free queue"
+        if keep:
+            tail += f", {keep} of them still findable until handed out again"
+        if still:
+            tail += f", {still} still owned by others"
+        words = "slid out of the window" if reason == "out_of_window" else reason
+        lines += pen.paragraph(("freed", "free"), f" ({words}) {pen.ids(event.block_id for event in freed)}", tail, hang=2)
     return lines
 
 

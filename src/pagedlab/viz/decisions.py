@@ -191,7 +191,7 @@ def _allocated(pen: Pen, event: SlotsAllocated) -> list[Part]:
 def _refused(pen: Pen, event: SlotsRefused) -> list[Part]:
     hits, new = sum(event.needed_from_free_hits), sum(event.needed_new)
     needed = f"needs {event.num_needed}" if hits else f"needs {plural(new, 'new block')}"
-    terms = f" = {plural(hits, 'hit block')} that are cached but free + {new} new" if hits else ""
+    terms = f" blocks = {hits} cached but free that it hits + {new} new" if hits else ""
     return [
         pen.name(event.request_id), "  ", "blocks: ", (needed, "bad"),
         f"{terms} for {plural(event.num_new_tokens, 'token')}, ", (f"{event.num_free} free", "bad"),

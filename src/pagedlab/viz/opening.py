@@ -195,7 +195,7 @@ def legend(pen: Pen) -> list[Text]:
     open_, close = glyphs.known
     pool = (
         (glyphs.in_use, "in_use", "in use"), ("2", "shared", "shared, by 2"),
-        (glyphs.cached, "cached", "cached: free, but can still be hit"), (glyphs.free, "free", "free"),
+        (glyphs.cached, "cached", "free but cached: can still be hit"), (glyphs.free, "free", "free"),
         (glyphs.null, "null", "null block, never holds tokens"),
     )
     cells = (

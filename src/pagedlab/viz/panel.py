@@ -69,7 +69,7 @@ def _title(pen: Pen, view: StepView) -> Text:
 def _decided(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
     inside = pen.inside
     lines = pen.section("queues", queues(inside, view)) if view.waiting or len(view.running) > 1 else []
-    return lines + pen.section("decided", decisions(inside, view, focus))
+    return lines + pen.section("decided", decisions(inside, view, focus & view.special()))
 
 
 def _cache(pen: Pen, view: StepView, focus: set[str], block_sizes: list[int], depth: int, formula: bool) -> list[Text]:
@@ -80,7 +80,7 @@ def _cache(pen: Pen, view: StepView, focus: set[str], block_sizes: list[int], de
     if view.pool is not None:
         pool = pool_strip(inside, view.pool) + changes(inside, view)
         if formula or view.first(BlockEvicted) or view.first(BlockFreed):
-            pool += next_free(inside, view.pool)
+            pool += next_free(inside, view.pool_after or view.pool)
         lines += pen.section("pool", pool)
     shown = [name for name in view.requests if name in focus] or list(view.requests)[:1]
     rows = {event.request_id: event.row for event in view.of(RowAssigned)}
@@ -125,7 +125,7 @@ def _times(pen: Pen, view: StepView) -> list[Text]:
 
 def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Text]:
     """Every request computed its latest token and nothing else happened."""
-    parts: list[Part] = [(f"step {view.step:<4} ", "rule")]
+    parts: list[Part] = [(f"step {view.step:<3} ", "rule")]
     events = [event for event in view.of(TokensSampled) if event.kept]
     if len(events) != 1:
         for event in events[: 4 * pen.limits.requests]:
@@ -142,7 +142,7 @@ def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Te
     parts += ["  ", (pen.token(event.text, event.token_id), "chosen"), _chance(event)]
     parts += _still_refused(pen, view)
     for cached in view.of(BlockCached):
-        parts += ["  ", (pen.glyphs.cached, "cached"), (f" block {cached.block_id} is full, findable", "dim")]
+        parts += ["  ", (pen.glyphs.cached, "cached"), (f" {cached.block_id} is full", "dim")]
     used = sum(cell_len(part if isinstance(part, str) else part[0]) for part in parts)
     whole = prompts.get(event.request_id, "") + texts.get(event.request_id, "")
     column = 66
@@ -176,10 +176,20 @@ def _tail(text: str, width: int, ascii: bool) -> str:
     return lead
 
 
+def idle(pen: Pen, view: StepView) -> list[Text]:
+    """A step that computes nothing still carries news to the worker."""
+    scheduled = view.first(StepScheduled)
+    done = scheduled.finished_req_ids if scheduled is not None else []
+    parts: list[Part] = [(f"step {view.step:<3} ", "rule"), ("nothing to compute", "dim")]
+    for i, name in enumerate(done[: pen.limits.requests]):
+        parts += ["; the worker hears of the end of " if i == 0 else ", ", pen.name(name)]
+    return [pen.line(*parts, *_still_refused(pen, view))]
+
+
 def step_line(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Text]:
     """Level ``steps``: counts, the tokens computed and what came out."""
     started, scheduled = view.first(StepStarted), view.first(StepScheduled)
-    parts: list[Part] = [(f"step {view.step:<4} ", "rule")]
+    parts: list[Part] = [(f"step {view.step:<3} ", "rule")]
     if started is not None:
         parts.append(f"{started.num_running:>3} running {started.num_waiting:>3} waiting ")
     if scheduled is not None:

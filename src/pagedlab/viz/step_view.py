@@ -128,6 +128,15 @@ class StepView:
 
     def focus(self) -> set[str]:
         """Requests to which something happened beyond computing one more token."""
+        names = self.special()
+        for event in self.events:
+            match event:
+                case RequestFinished() | RequestAborted() | TokensSampled(kept=False):
+                    names.add(event.request_id)
+        return names
+
+    def special(self) -> set[str]:
+        """Requests that were scheduled in any other way than for their latest token, or not at all."""
         names: set[str] = set()
         scheduled = self.first(StepScheduled)
         if scheduled is not None:
@@ -136,11 +145,9 @@ class StepView:
             names |= {name for name, granted in scheduled.num_scheduled_tokens.items() if granted > 1}
         for event in self.events:
             match event:
-                case RequestPreempted() | RequestFinished() | RequestAborted() | SlotsRefused():
+                case RequestPreempted() | SlotsRefused():
                     names.add(event.request_id)
                 case RequestConsidered() if (event.outcome, event.reason) != ("scheduled", "all_tokens"):
-                    names.add(event.request_id)
-                case TokensSampled(kept=False):
                     names.add(event.request_id)
         return names
 

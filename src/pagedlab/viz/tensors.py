@@ -42,7 +42,8 @@ def index_chain(pen: Pen, view: StepView, *, formula: bool) -> list[Text]:
             rows.append([
                 (str(event.token[i]), "dim"), (_token_text(pen, view, event, i, inputs), "written"),
                 str(event.row[i]), str(event.position[i]), f"{event.logical_block[i]} + {event.offset[i]}",
-                str(event.table_index[i]), (str(event.block_id[i]), "number"), (str(event.slot[i]), "chosen"),
+                _table_index(event, i, spelled=pen.width >= 92),
+                (str(event.block_id[i]), "number"), (str(event.slot[i]), "chosen"),
             ])
         wide = pen.width >= 86
         header: list[Part] = (
@@ -56,11 +57,22 @@ def index_chain(pen: Pen, view: StepView, *, formula: bool) -> list[Text]:
             table.insert(1 + shown.index(None), pen.line((f"… {hidden} more", "dim")))
         lines += table
         if formula:
-            lines += pen.paragraph((
-                f"position ÷ {event.block_size} = logical block, remainder = offset; table index = row · "
-                f"{event.table_stride} + logical block, a place in the flattened table and not a block id; the block "
-                f"id stands there; slot = block · {event.block_size} + offset", "dim"), hang=2)
+            for sentence in (
+                f"position ÷ {event.block_size} = logical block, the remainder is the offset",
+                f"row · {event.table_stride} + logical block = table index: a place in the flattened block table, not a "
+                "block id; the block's id stands there",
+                f"block · {event.block_size} + offset = slot",
+            ):
+                lines += pen.paragraph((sentence, "dim"), hang=2)
     return lines
+
+
+def _table_index(event: SlotsMapped, i: int, *, spelled: bool) -> str:
+    """``1 · 8 + 2 = 10`` where there is room, and where the event's numbers agree."""
+    terms = (event.row[i], event.table_stride, event.logical_block[i])
+    if spelled and terms[0] * terms[1] + terms[2] == event.table_index[i]:
+        return f"{terms[0]} · {terms[1]} + {terms[2]} = {event.table_index[i]}"
+    return str(event.table_index[i])
 
 
 def _chosen(event: SlotsMapped, limit: int) -> list[int | None]:
@@ -148,8 +160,9 @@ def launches(pen: Pen, view: StepView) -> list[Text]:
         grouped.setdefault((event.name, str(event.grid), event.how, meta), []).append(event.layer)
     lines: list[Text] = []
     for (name, grid, how, meta), layers in grouped.items():
-        where = pen.plain(layers[0], 40) if len(layers) == 1 else plural(len(layers), "layer")
-        lines += pen.paragraph((pen.plain(name, 40), "number"), f" × {where} · grid {grid} · {_how(how)}",
+        where = plural(len(layers), "layer") if len(layers) > 1 else pen.plain(layers[0], 40)
+        facts = [f" × {where}" if where else "", f"grid {grid}" if grid != "[]" else "", _how(how)]
+        lines += pen.paragraph((pen.plain(name, 40), "number"), " · ".join(fact for fact in facts if fact),
                                (f" · {pen.plain(meta)}" if meta else "", "dim"), hang=2)
     reads: dict[tuple[str, tuple[int, ...]], int] = {}
     for read in view.of(KvRead):
@@ -165,7 +178,7 @@ def batch(pen: Pen, view: StepView) -> list[Text]:
     """The flat batch that the worker hands to the model."""
     lines: list[Text] = []
     for staged in view.of(RowsStaged):
-        lines += pen.paragraph(f"copied to the device: {staged.num_bytes:,} bytes for rows {pen.ids(staged.rows)} "
+        lines += pen.paragraph(f"copied to the device: {staged.num_bytes:,} bytes for rows {_numbers(pen, staged.rows)} "
                                f"({', '.join(pen.plain(what) for what in staged.what)})", hang=2)
     ordered = view.first(BatchOrdered)
     if ordered is not None:
@@ -173,7 +186,7 @@ def batch(pen: Pen, view: StepView) -> list[Text]:
         inputs = view.first(InputsPrepared)
         for i, name in enumerate(ordered.request_ids[: pen.limits.requests]):
             start, end = ordered.query_start_loc[i], ordered.query_start_loc[i + 1]
-            state = str(ordered.idx_mapping[i]) if ordered.idx_mapping is not None else str(i)
+            state = str(ordered.idx_mapping[i]) if ordered.idx_mapping is not None else "same"
             seq_len = str(inputs.seq_lens[i]) if inputs is not None else "?"
             logits = str(inputs.logits_indices[i]) if inputs is not None else "?"
             kept = "" if inputs is None else "discarded" if inputs.sample_is_discarded[i] else "kept"

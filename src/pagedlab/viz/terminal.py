@@ -39,6 +39,7 @@ from pagedlab.trace.events import (
     RequestRefused,
     RequestState,
     StepFinished,
+    StepScheduled,
     StepStarted,
     TextEmitted,
     TraceFinished,
@@ -49,7 +50,7 @@ from pagedlab.trace.state import EngineState, Fold
 from pagedlab.viz.keys import Pause
 from pagedlab.viz.layout import Limits, Pen
 from pagedlab.viz.opening import legend, opening
-from pagedlab.viz.panel import condensed, panel, step_line
+from pagedlab.viz.panel import condensed, idle, panel, step_line
 from pagedlab.viz.requests import added, ending, other
 from pagedlab.viz.step_view import Pool, StepView
 from pagedlab.viz.theme import Theme, make_console
@@ -97,6 +98,8 @@ class TerminalTracer:
         self._view: StepView | None = None   # the step that is not printed yet
         self._has_legend = False
         self._is_closed = False
+        self._was_step = False               # whether the last thing printed was a step,
+        self._was_line = False               # and one in a line
 
     # ---------------------------------------------------------------- in
 
@@ -183,7 +186,7 @@ class TerminalTracer:
         if story.is_open:
             return
         story.is_open = True
-        several = engine if engine > 0 or len(self._stories) > 1 else None
+        several = engine if len(self._stories) > 1 else None
         self._print(opening(self._pen(), self._header, story.opening, several))
         state = self._state(engine)
         for request in state.requests.values() if state is not None else ():
@@ -202,6 +205,9 @@ class TerminalTracer:
         self._flush()
         self._open(event.engine)
         story = self._story(event.engine)
+        if self._was_step:
+            self._print([Text(end="")])
+            self._was_step = False
         if isinstance(event, RequestAdded):
             story.prompts[event.request_id] = event.prompt or "".join(event.prompt_token_texts or [])
             self._print(added(self._pen(), event, self.depth))
@@ -225,15 +231,21 @@ class TerminalTracer:
         is_plain = not focus and still_stuck == story.stuck and bool(view.requests)
         story.stuck = still_stuck
         block_sizes = state.block_sizes if state is not None else []
-        if self.depth == 0:
+        is_line = True
+        if not view.requests and not focus and view.first(StepScheduled) is not None:
+            lines = idle(pen, view)
+        elif self.depth == 0:
             lines = step_line(pen, view, story.prompts, story.texts)
         elif is_plain and story.has_shown_decode and self.depth < LEVELS.index("tensors"):
             lines = condensed(pen, view, story.prompts, story.texts)
         else:
             lines = panel(pen, view, focus, story.prompts, story.texts, block_sizes, self.depth,
                           formula=not story.has_shown_chain)
-            story.has_shown_chain = True
+            is_line, story.has_shown_chain = False, True
             story.has_shown_decode |= is_plain
+        if is_line and not (self._was_line and self._was_step):
+            lines.insert(0, Text(end=""))
+        self._was_line, self._was_step = is_line, True
         self._print(lines)
         if pause and self._pause is not None:
             self._pause.wait()
