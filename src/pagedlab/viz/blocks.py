@@ -11,7 +11,7 @@ from pagedlab.viz.layout import GLUE, Part, Pen, glue
 from pagedlab.viz.step_view import Pool, RequestView, StepView
 
 BUSIEST = ("shared", "in_use", "cached", "free", "null")  # which state a cell of several blocks shows
-CLUSTER = 10  # cells are drawn in tens, to be counted
+CLUSTER = 16  # cells between two gaps, so that they can be counted; at 80 columns a row has 64
 MAX_ROWS = 4
 
 
@@ -29,7 +29,9 @@ def pool_strip(pen: Pen, pool: Pool) -> list[Text]:
     A tail in which every block is free is told in words instead of drawn.
     """
     label = len(f"{max(pool.num_blocks - 1, 0):,}") + 1
-    per_row = max(1, (pen.width - label) // (CLUSTER + 1)) * CLUSTER
+    per_row = max(1, (pen.width - label + 1) // (CLUSTER + 1)) * CLUSTER
+    if per_row == CLUSTER:  # very narrow
+        per_row = max(1, min(CLUSTER, pen.width - label))
     last = max([0, *pool.ref_counts, *pool.cached])
     drawn = min(pool.num_blocks, -(-(last + 1) // per_row) * per_row)
     if pool.num_blocks <= 2 * per_row:
@@ -114,7 +116,8 @@ def _freed(pen: Pen, view: StepView, *reasons: str) -> list[Text]:
         if still:
             tail += f", {still} still owned by others"
         words = "slid out of the window" if reason == "out_of_window" else reason
-        lines += pen.paragraph(("freed", "free"), f" ({words}) {pen.ids(event.block_id for event in freed)}", tail, hang=2)
+        ids = pen.ids(event.block_id for event in freed)
+        lines += pen.paragraph(("freed", "free"), f" ({words}) {ids}{tail}", hang=2)
     return lines
 
 

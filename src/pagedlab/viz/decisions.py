@@ -53,9 +53,13 @@ def decisions(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
         if isinstance(event, PrefixMatched | SlotsAllocated | SlotsRefused | RequestPreempted):
             because.append(event)
         elif isinstance(event, RequestConsidered):
-            if event.request_id not in focus:
+            if event.request_id not in focus and event.outcome == "scheduled":
                 plain.append(event)
                 because = []
+                continue
+            if event.request_id not in focus:  # refused for the same reason as in the step before
+                lines += _plain(pen, plain) + pen.paragraph(*still_refused(pen, event), hang=3)
+                plain, because = [], []
                 continue
             lines += _plain(pen, plain)
             plain = []
@@ -75,6 +79,11 @@ def decisions(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
     if hidden:
         lines.append(pen.line((f"… {hidden} more decisions", "dim")))
     return lines
+
+
+def still_refused(pen: Pen, event: RequestConsidered) -> list[Part]:
+    needs = f": needs {event.num_needed_blocks}, {event.num_free_blocks} free" if event.num_needed_blocks else ""
+    return [pen.name(event.request_id), (f" still waits{needs}", "dim")]
 
 
 def _because(pen: Pen, events: list[Event], request_id: str | None) -> list[Text]:

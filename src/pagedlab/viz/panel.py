@@ -22,12 +22,12 @@ from pagedlab.trace.events import (
     TokensSampled,
 )
 from pagedlab.viz.blocks import block_table, changes, next_free, pool_strip
-from pagedlab.viz.decisions import decisions, plural, queues
+from pagedlab.viz.decisions import decisions, plural, queues, still_refused
 from pagedlab.viz.layout import Part, Pen
 from pagedlab.viz.requests import finished
 from pagedlab.viz.step_view import StepView
 from pagedlab.viz.tensors import batch, by_whom, index_chain, launches, written
-from pagedlab.viz.text import safe
+from pagedlab.viz.text import pad, safe
 from pagedlab.viz.tokens import growing_text, percent, sampled
 
 WIDE = 150  # from here on two columns
@@ -135,21 +135,21 @@ def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Te
         return [pen.line(*parts, *_still_refused(pen, view))]
     event = events[0]
     parts.append(pen.name(event.request_id))
+    refused = _still_refused(pen, view)
     mapped = view.first(SlotsMapped)
     if mapped is not None and len(mapped.slot) == 1:
-        parts += [f"  position {mapped.position[0]:<3} → block {mapped.block_id[0]} + {mapped.offset[0]:<2} → slot ",
-                  (f"{mapped.slot[0]:<4}", "number")]
-    parts += ["  ", (pen.token(event.text, event.token_id), "chosen"), _chance(event)]
-    parts += _still_refused(pen, view)
+        where = f"position {mapped.position[0]} → block {mapped.block_id[0]} + {mapped.offset[0]:<2} → "
+        is_tight = refused and pen.width < 110
+        parts += [f"  {'' if is_tight else where}slot ", (f"{mapped.slot[0]:<4}", "number")]
+    parts += ["  ", (pad(pen.token(event.text, event.token_id, width=12), 12), "chosen"), _chance(event)]
+    parts += refused
     for cached in view.of(BlockCached):
-        parts += ["  ", (pen.glyphs.cached, "cached"), (f" {cached.block_id} is full", "dim")]
-    used = sum(cell_len(part if isinstance(part, str) else part[0]) for part in parts)
+        parts += ["  ", (pen.glyphs.cached, "cached"), (f" {cached.block_id} full", "dim")]
     whole = prompts.get(event.request_id, "") + texts.get(event.request_id, "")
-    column = 66
-    room = pen.width - max(used + 2, column if pen.width >= 100 else 0)
-    if whole and room >= 12:
-        parts.append(" " * (pen.width - room - used))
-        parts.append((_tail(whole, room, pen.glyphs.ascii), "dim"))
+    used = pen.line(*parts).cell_len
+    room = pen.width - max(70, used + 2)
+    if whole and room >= 24:
+        parts += [" " * (pen.width - room - used), (_tail(whole, room, pen.glyphs.ascii), "dim")]
     return [pen.line(*parts)]
 
 
@@ -157,13 +157,12 @@ def _still_refused(pen: Pen, view: StepView) -> list[Part]:
     parts: list[Part] = []
     for event in view.of(RequestConsidered):
         if event.outcome == "refused":
-            needs = f" needs {event.num_needed_blocks}, {event.num_free_blocks} free" if event.num_needed_blocks else ""
-            parts += ["  ", pen.name(event.request_id), (f" still waits{needs}", "dim")]
+            parts += ["  ", *still_refused(pen, event)]
     return parts
 
 
 def _chance(event: TokensSampled) -> Part:
-    return (f" {percent(event.logprob)}" if event.logprob is not None else ""), "dim"
+    return (pad(percent(event.logprob), 7, right=True) if event.logprob is not None else ""), "dim"
 
 
 def _tail(text: str, width: int, ascii: bool) -> str:

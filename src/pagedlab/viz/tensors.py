@@ -59,8 +59,8 @@ def index_chain(pen: Pen, view: StepView, *, formula: bool) -> list[Text]:
         if formula:
             for sentence in (
                 f"position ÷ {event.block_size} = logical block, the remainder is the offset",
-                f"row · {event.table_stride} + logical block = table index: a place in the flattened block table, not a "
-                "block id; the block's id stands there",
+                f"row · {event.table_stride} + logical block = table index: a place in the flattened block table, "
+                "not a block id; the block's id stands there",
                 f"block · {event.block_size} + offset = slot",
             ):
                 lines += pen.paragraph((sentence, "dim"), hang=2)
@@ -178,8 +178,9 @@ def batch(pen: Pen, view: StepView) -> list[Text]:
     """The flat batch that the worker hands to the model."""
     lines: list[Text] = []
     for staged in view.of(RowsStaged):
-        lines += pen.paragraph(f"copied to the device: {staged.num_bytes:,} bytes for rows {_numbers(pen, staged.rows)} "
-                               f"({', '.join(pen.plain(what) for what in staged.what)})", hang=2)
+        what = ", ".join(pen.plain(name) for name in staged.what)
+        lines += pen.paragraph(f"copied to the device: {staged.num_bytes:,} bytes ({what}) for rows "
+                               f"{_numbers(pen, staged.rows)}", hang=2)
     ordered = view.first(BatchOrdered)
     if ordered is not None:
         rows: list[list[Part]] = []
