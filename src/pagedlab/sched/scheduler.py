@@ -187,7 +187,11 @@ class Scheduler:
             self._emit_not_reached("running", index, "token_budget_exhausted")
 
     def _preempt(self, step: Step, victim: Request, needing: Request) -> int:
-        """Take everything from the victim; returns 1 if it stood before ``needing``, already scheduled."""
+        """Take everything from the victim; returns 1 if it stood before ``needing``, already scheduled.
+
+        0.14.1 fault: a victim before ``needing`` that had no tokens left to compute returns 0, so the scan
+        passes over one request. Only a prompt of ``max_model_len`` tokens gets there, and the door refuses it.
+        """
         pool = self.kv_cache_manager.block_pool
         num_free_before, num_tokens_lost = pool.num_free_blocks, victim.num_computed_tokens
         block_ids = self.kv_cache_manager.get_block_ids(victim.request_id) if trace.decisions else ()
