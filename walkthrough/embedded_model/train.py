@@ -20,6 +20,7 @@ exports and measures what the checkpoint holds.
 import argparse
 import json
 import math
+import os
 import platform
 import shlex
 import sys
@@ -253,7 +254,8 @@ def train(
             print(f"held-out bits per byte {glance:.4f}, first four chapters", flush=True)
             model.train()
             evaluated = progress.seconds = time.perf_counter() - begun
-    save_checkpoint(model, optimizers, generator, progress)
+    if progress.seconds > saved:
+        save_checkpoint(model, optimizers, generator, progress)
     return progress
 
 
@@ -322,7 +324,7 @@ def main() -> None:
             "Command": ", then ".join(f"`{command}`" for command in progress.commands),
             "Seed": str(args.seed),
             "Training time": f"{progress.seconds / 60:.1f} minutes of wall clock",
-            "Device": f"{device.type}, {args.threads} threads, {platform.machine()}",
+            "Device": f"{device.type}, {os.cpu_count()} cores, {platform.machine()}",
             "Steps": f"{progress.steps:,} of {TOKENS_PER_STEP:,} tokens",
             "Throughput": f"{progress.tokens / progress.seconds:,.0f} tokens per second",
             "Versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
