@@ -40,7 +40,7 @@ def test_a_trace_iterates_in_order_and_knows_its_steps_and_requests(run):
 
 def test_a_wrong_key_gets_a_sentence(run):
     _, whole = run
-    with pytest.raises(KeyError, match="no step 99: this trace has steps -1 to 39"):
+    with pytest.raises(KeyError, match="no step 99: this trace has steps 0 to 39"):
         whole.steps[99]
     with pytest.raises(KeyError, match=r"no request 'r333' in this trace"):
         whole.requests["r333"]

@@ -184,7 +184,7 @@ class KvAllocated(Event, kw_only=True, tag="kv_allocated"):
 class RequestAdded(Event, kw_only=True, tag="request_added"):
     """Entered the waiting queue."""
 
-    volatile = ("arrival_time",)
+    volatile = ("arrival_time", "queue_key")
 
     request_id: str
     prompt_token_ids: list[int]
@@ -208,6 +208,7 @@ class RequestAdded(Event, kw_only=True, tag="request_added"):
                 "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed,
                 "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": params.ignore_eos, "eos_token_id": request.eos_token_id,
+                "prompt_logprobs": params.prompt_logprobs,
             },
             priority=request.priority, arrival_time=request.arrival_time, cache_salt=request.cache_salt,
             queue_key=list(queue_key), num_full_blocks=len(request.block_hashes),
@@ -366,6 +367,7 @@ class RequestPreempted(Event, kw_only=True, tag="request_preempted"):
     """Lost all its blocks and waits again."""
 
     level = "decisions"
+    volatile = ("queue_key",)              # may hold an arrival time
 
     request_id: str
     on_behalf_of: str
@@ -624,6 +626,7 @@ class KvWritten(Event, kw_only=True, tag="kv_written"):
     """What the writer itself reports, read back from the log it filled; parallel lists."""
 
     level = "kernels"
+    volatile = ("checksum",)               # bits differ between machines
 
     layer: str
     group: int
@@ -658,6 +661,7 @@ class Candidate(msgspec.Struct, kw_only=True, gc=False):
 
 class TokensSampled(Event, kw_only=True, tag="tokens_sampled"):
     level = "decisions"
+    volatile = ("logprob", "top")          # last digits differ between machines
 
     request_id: str
     row: int

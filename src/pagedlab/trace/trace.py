@@ -151,6 +151,11 @@ class Trace:
             self._engine = first.engine
         return self._engine
 
+    @property
+    def first_snapshot(self) -> EngineSnapshot | None:
+        """The state in which tracing found the engine."""
+        return next((e for e in self.events if type(e) is EngineSnapshot and e.engine == self.engine), None)
+
     def of_engine(self, engine: int) -> Trace:
         """The same events, with another engine in focus."""
         if engine not in self.engines:
@@ -202,6 +207,14 @@ class Trace:
         self._index()
         return _Lookup("request", self._by_request, lambda rid, events: RequestTrace(rid, events), self.events)
 
+    def no_step(self, step: int) -> str:
+        """The sentence for a step that is not there."""
+        return _Lookup.sentence("step", step, self.steps)
+
+    def no_request(self, request_id: str) -> str:
+        """The sentence for a request that is not there."""
+        return _Lookup.sentence("request", request_id, self.requests)
+
     def _index(self) -> None:
         """Take in the events that came since the last time."""
         engine = self.engine
@@ -243,11 +256,11 @@ class Trace:
         indices: Iterable[int] = range(len(self.events))
         if step is not None:
             if step not in self._by_step:
-                raise UserError(_Lookup.sentence("step", step, self._by_step))
+                raise UserError(self.no_step(step))
             indices = self._by_step[step]
         if request is not None:
             if request not in self._by_request:
-                raise UserError(_Lookup.sentence("request", request, self._by_request))
+                raise UserError(self.no_request(request))
             wanted = set(self._by_request[request])
             indices = [i for i in indices if i in wanted]
         if after is not None:
@@ -355,6 +368,6 @@ class _Lookup(Mapping[Any, Any]):
         if not index:
             return f"this trace has no {what}s."
         if what == "step":
-            return f"no step {key}: this trace has steps {min(index)} to {max(index)}."
+            return f"no step {key}: this trace has steps {max(min(index), 0)} to {max(index)}."
         close = get_close_matches(str(key), list(index), 3) or list(index)[:3]
         return f"no request {key!r} in this trace: it has {len(index)}, among them {', '.join(close)}."

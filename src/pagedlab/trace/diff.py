@@ -1,0 +1,178 @@
+"""``pagedlab diff``: where two runs part, and why each went its way.
+
+Requests are matched by id. The canonical form of an event leaves out what differs from run to run
+without meaning anything: its number, times, versions and whatever its class marks as volatile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from pagedlab.trace.events import (
+    LEVELS,
+    EngineSnapshot,
+    Event,
+    RequestAdded,
+    TokensSampled,
+    TraceFinished,
+    TraceGap,
+    TraceHeader,
+    kind_of,
+)
+from pagedlab.trace.trace import Trace, request_ids_of
+from pagedlab.trace.why import explain_step
+
+# What was decided, as opposed to the numbers it was decided by. Kinds not listed decide nothing.
+DECISIONS: dict[str, tuple[str, ...]] = {
+    "request_added": ("request_id", "prompt_token_ids", "priority", "cache_salt"),
+    "request_refused": ("request_id", "reason"),
+    "request_aborted": ("request_id",),
+    "prefix_cache_reset": ("done",),
+    "prefix_matched": ("request_id", "num_computed_tokens", "block_ids"),
+    "slots_allocated": ("request_id", "hit_block_ids", "new_block_ids"),
+    "slots_refused": ("request_id",),
+    "request_considered": ("request_id", "queue", "num_computed_tokens", "num_tokens_granted", "outcome"),
+    "request_preempted": ("request_id", "on_behalf_of"),
+    "step_scheduled": ("num_scheduled_tokens", "preempted", "finished_req_ids"),
+    "tokens_sampled": ("request_id", "token_id"),  # those kept
+    "request_output": ("request_id", "new_token_ids", "finish_reason"),
+    "request_finished": ("request_id", "finish_reason"),
+}
+_NOT_COMPARED = (TraceHeader, EngineSnapshot, TraceGap, TraceFinished)
+_ENVELOPE = ("seq", "engine", "t_ns")
+
+
+def canonical(event: Event) -> dict[str, Any]:
+    """The event as plain data, without what is volatile; stored examples compare this."""
+    fields = {name: msgspec.to_builtins(getattr(event, name)) for name in event.__struct_fields__
+              if name not in _ENVELOPE and name not in event.volatile}
+    return {"kind": kind_of(event), **fields}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two events that stand in the same place and differ; one is None where its run ends first."""
+
+    a: Event | None
+    b: Event | None
+    fields: tuple[str, ...]            # that differ; empty if the events are about different things
+    is_decision: bool                  # False: the same decisions by other numbers
+    reasons_a: list[str] = field(default_factory=list)
+    reasons_b: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # how the two engines differ
+
+    @property
+    def step(self) -> int:
+        return (self.a or self.b).step  # type: ignore[union-attr]  # one of them is there
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: what differs, each side with its reasons."""
+        what = "the first decision that differs" if self.is_decision else "no decision differs, but these numbers do"
+        lines = [*self.notes, f"step {self.step}: {what}"]
+        for name, event, reasons in (("A", self.a, self.reasons_a), ("B", self.b, self.reasons_b)):
+            lines.append(f"  {name}: {self._show(event)}")
+            lines += [f"     {reason}" for reason in reasons]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "step": self.step, "is_decision": self.is_decision, "fields": list(self.fields), "notes": self.notes,
+            "a": None if self.a is None else canonical(self.a), "b": None if self.b is None else canonical(self.b),
+            "reasons_a": self.reasons_a, "reasons_b": self.reasons_b,
+        }
+
+    def _show(self, event: Event | None) -> str:
+        if event is None:
+            return "the trace ends here"
+        names = self.fields or DECISIONS.get(kind_of(event), ())
+        shown = [name for name in ("request_id",) if hasattr(event, name) and name not in names]
+        values = (f"{name}={_short(getattr(event, name))}" for name in (*shown, *names))
+        return f"{kind_of(event)} {', '.join(values)}"
+
+
+def diff(a: Trace, b: Trace) -> Difference | None:
+    """The first decision in which two runs part, else the first number that differs, else None.
+
+    Traces of different levels are compared at what both hold.
+    """
+    depth = min(LEVELS.index(a.header.record), LEVELS.index(b.header.record))
+    for only_decisions in (True, False):
+        events_a, events_b = _comparable(a, depth, only_decisions), _comparable(b, depth, only_decisions)
+        for left, right in zip_longest(events_a, events_b):
+            fields = differing_fields(left, right)
+            if only_decisions and fields:
+                fields = tuple(name for name in fields if name in DECISIONS[kind_of(left)])
+            if fields != ():
+                return _explained(a, b, Difference(left, right, fields or (), only_decisions))
+    return None
+
+
+def differing_fields(a: Event | None, b: Event | None) -> tuple[str, ...] | None:
+    """Names of the fields in which two events differ; None if they are not about the same thing."""
+    if a is None or b is None or type(a) is not type(b) or a.step != b.step:
+        return None
+    if getattr(a, "request_id", None) != getattr(b, "request_id", None):
+        return None
+    left, right = canonical(a), canonical(b)
+    return tuple(name for name in left if _ordered(left[name]) != _ordered(right[name]))
+
+
+def _ordered(value: Any) -> Any:
+    """The order of a mapping counts: it is the order of scheduling."""
+    return list(value.items()) if isinstance(value, dict) else value
+
+
+def _comparable(trace: Trace, depth: int, only_decisions: bool) -> Iterator[Event]:
+    engine = trace.engine
+    for event in trace:
+        if event.engine != engine or LEVELS.index(event.level) > depth or type(event) in _NOT_COMPARED:
+            continue
+        if only_decisions and (kind_of(event) not in DECISIONS or (type(event) is TokensSampled and not event.kept)):
+            continue
+        yield event
+
+
+def _explained(a: Trace, b: Trace, difference: Difference) -> Difference:
+    """Add what either trace says about the requests of the two events in that step."""
+    named: dict[str, None] = {}
+    for event in (difference.a, difference.b):
+        if event is not None:
+            named.update(dict.fromkeys(list(request_ids_of(event))[:3]))
+    reasons: list[list[str]] = []
+    for trace in (a, b):
+        lines: list[str] = []
+        for request_id in named:
+            known = difference.step in trace.steps and difference.step >= 0 and request_id in trace.requests
+            if known and LEVELS.index(trace.header.record) >= LEVELS.index("decisions"):
+                lines += explain_step(trace, request_id, trace.steps[difference.step]).lines
+        reasons.append(lines)
+    return Difference(difference.a, difference.b, difference.fields, difference.is_decision, reasons[0], reasons[1],
+                      _notes(a, b))
+
+
+def _notes(a: Trace, b: Trace) -> list[str]:
+    """How the engines and the requests differ to begin with."""
+    notes = []
+    for what in ("config", "model"):
+        left, right = getattr(a.header, what), getattr(b.header, what)
+        for name in {**left, **right}:
+            if left.get(name) != right.get(name):
+                notes.append(f"{what}: {name} is {_short(left.get(name))} in A and {_short(right.get(name))} in B")
+    asked_a = {e.request_id: e.sampling for e in a if type(e) is RequestAdded}
+    asked_b = {e.request_id: e.sampling for e in b if type(e) is RequestAdded}
+    for request_id in asked_a.keys() & asked_b.keys():
+        if asked_a[request_id] != asked_b[request_id]:
+            notes.append(f"sampling of {request_id} differs")
+    return notes
+
+
+def _short(value: Any, most: int = 160) -> str:
+    text = repr(msgspec.to_builtins(value))
+    return text if len(text) <= most else text[: most - 1] + "…"

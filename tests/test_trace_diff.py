@@ -1,0 +1,199 @@
+"""`pagedlab diff`, Perfetto export and `pagedlab scenario-from`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import msgspec
+import pytest
+
+from pagedlab.errors import UserError
+from pagedlab.scenarios.library import builtin_names, load_scenario
+from pagedlab.scenarios.run import run as run_scenario
+from pagedlab.scenarios.scenario import Scenario
+from pagedlab.trace.diff import canonical, diff
+from pagedlab.trace.events import KINDS, KvConfig, KvGroup, kind_of
+from pagedlab.trace.to_scenario import scenario_from
+from pagedlab.trace.trace import Trace
+from pagedlab.trace.tracer import tracing
+from test_trace_fold import CONFIGS, new_core, random_actions, recording, renumbered
+
+
+def record(seed=1, num_steps=30, level="blocks", **config):
+    core = new_core(**{"num_blocks": 9, **config})
+    limits = core.scheduler.config
+    core.about["config"].update(
+        block_size=core.scheduler.kv_cache_manager.block_size, policy=limits.policy,
+        max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len, long_prefill_token_threshold=limits.long_prefill_token_threshold,
+        enable_prefix_caching=core.scheduler.kv_cache_manager.enable_caching,
+    )
+    with recording(level) as events:
+        for _ in random_actions(random.Random(seed), core, num_steps):
+            pass
+    return Trace(events)
+
+
+def test_the_same_run_twice_has_no_difference():
+    assert record().diff(record()) is None
+    assert record(level="decisions").diff(record(level="kernels")) is None
+
+
+def test_volatile_fields_and_numbers_do_not_count():
+    a = record()
+    b = Trace([msgspec.structs.replace(e, t_ns=e.t_ns + 5, engine=e.engine + 3) for e in a])
+    assert b.engine != a.engine and a.diff(b) is None
+    for event in a:
+        shown = canonical(event)
+        assert shown["kind"] == kind_of(event) and not {"seq", "t_ns", "engine", *event.volatile} & set(shown)
+
+
+def test_every_volatile_field_exists():
+    for cls in KINDS.values():
+        assert set(cls.volatile) <= set(cls.__struct_fields__), cls
+
+
+def test_a_smaller_budget_shows_the_first_decision_it_changes_with_both_reasons():
+    found = record(max_num_batched_tokens=16).diff(record(max_num_batched_tokens=9))
+    assert found is not None and found.is_decision
+    assert kind_of(found.a) == kind_of(found.b) == "slots_allocated"  # 16 tokens take one block more than 9
+    text = "\n".join(found.lines)
+    assert "config: max_num_batched_tokens is 16 in A and 9 in B" in text
+    assert "cut to what was left of the token budget" in "\n".join(found.reasons_b)
+    assert f"step {found.step}" in text and "A:" in text and "B:" in text
+    json.dumps(found.to_dict())
+
+
+def test_a_changed_decision_is_found_where_it_is_and_a_changed_number_only_if_no_decision_differs():
+    a = record()
+    events = list(a)
+    number = next(i for i, e in enumerate(events) if kind_of(e) == "step_started" and e.step == 9)
+    decision = next(i for i, e in enumerate(events) if kind_of(e) == "request_considered" and e.step == 14)
+    events[number] = msgspec.structs.replace(events[number], num_free_blocks=77)
+    found = a.diff(Trace(events))
+    assert not found.is_decision and found.fields == ("num_free_blocks",) and found.step == 9
+    events[decision] = msgspec.structs.replace(events[decision], num_tokens_granted=5)
+    found = a.diff(Trace(events))
+    assert found.is_decision and found.fields == ("num_tokens_granted",) and found.step == 14
+
+
+def test_a_run_that_ends_earlier_parts_there():
+    a = record()
+    b = Trace([e for e in a if e.step < 20])
+    found = a.diff(b)
+    assert found.b is None and found.step == 20 and "the trace ends here" in "\n".join(found.lines)
+
+
+def test_a_left_out_event_is_a_difference():
+    a = record()
+    i = next(i for i, e in enumerate(a) if kind_of(e) == "block_cached")
+    assert a.diff(Trace(renumbered([*a.events[:i], *a.events[i + 1 :]]))) is not None
+
+
+# ------------------------------------------------------------------ Perfetto
+
+
+def test_perfetto_has_a_track_per_request_and_stage_and_counters(tmp_path):
+    trace = record()
+    trace.to_perfetto(tmp_path / "p.json")
+    records = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    names = {r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    assert names >= {"step", "schedule", "execute_model", "update_from_output", *trace.requests}
+    assert {r["name"] for r in records if r["ph"] == "C"} == {"free blocks", "token budget", "requests"}
+    slices = [r for r in records if r["ph"] == "X"]
+    assert all(r["dur"] >= 0 and r["ts"] >= 0 for r in slices)
+    assert sum(r["name"].startswith("step ") for r in slices) == 30
+    scheduled = sum(len(e.num_scheduled_tokens) for e in trace.filter("step_scheduled"))
+    assert sum(r["name"].endswith(("token", "tokens")) for r in slices) == scheduled
+    tracks = {}
+    for r in slices:  # slices of one track do not overlap
+        tracks.setdefault((r["pid"], r["tid"]), []).append((r["ts"], r["ts"] + r["dur"]))
+    for spans in tracks.values():
+        spans.sort()
+        assert all(end <= start + 0.001 for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+# ------------------------------------------------------------------ scenario-from
+
+
+def reproduces(trace, document):
+    scenario = Scenario.from_document(json.loads(json.dumps(document)), "test")
+    with tracing("blocks") as again:
+        run_scenario(scenario)
+    kinds = ["request_considered", "request_preempted", "slots_allocated", "slots_refused", "step_scheduled",
+             "queue_not_reached", "block_allocated", "block_freed", "request_output", "request_finished"]
+    last = max(trace.steps)
+    return [canonical(e) for e in trace.filter(kinds, step=range(last + 1))] == [
+        canonical(e) for e in again.filter(kinds, step=range(last + 1))]
+
+
+@pytest.mark.parametrize("config", CONFIGS[:3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scenario_from_a_trace_reproduces_its_decisions(config, seed):
+    trace = record(seed, **config)
+    document = scenario_from(trace)
+    assert reproduces(trace, document)
+    changed = json.loads(json.dumps(document))
+    changed["config"]["num_blocks"] -= 1
+    assert not reproduces(trace, changed)
+
+
+def test_groups_come_from_the_kv_config_event():
+    trace = record(2, num_blocks=14, block_sizes=(4, 4), windows=(None, 8))
+    with pytest.raises(UserError, match="no kv_config event"):
+        scenario_from(trace)
+    groups = [KvGroup(kind_of_attention=kind, block_size=4, sliding_window=window, page_bytes=1, layers=["l"])
+              for kind, window in (("full", None), ("sliding_window", 8))]
+    layout = KvConfig(num_blocks=14, groups=groups, tensors=[], bytes_per_block=1, available_bytes=1, max_model_len=64)
+    layout.seq, layout.engine = 1, trace.engine
+    with_layout = Trace(renumbered([trace.events[0], layout, *trace.events[1:]]))
+    assert reproduces(trace, scenario_from(with_layout))
+
+
+def test_anonymised_it_names_nobody_and_still_makes_the_same_decisions():
+    trace = record(3)
+    document = scenario_from(trace, anonymise=True)
+    text = json.dumps(document)
+    assert '"salt"' not in text
+    ids = sorted(trace.requests)
+    scenario = Scenario.from_document(document, "test")
+    with tracing("blocks") as again:
+        run_scenario(scenario)
+    back = dict(zip(sorted(document["requests"]), ids, strict=True))
+    for step in list(trace.steps)[1:]:
+        ours, theirs = trace.steps[step].scheduled, again.steps[step].scheduled
+        assert {back[r]: n for r, n in theirs.num_scheduled_tokens.items()} == ours.num_scheduled_tokens
+
+
+def test_a_trace_that_begins_in_mid_life_makes_no_scenario():
+    core = new_core(9)
+    actions = random_actions(random.Random(1), core, 20)
+    for _ in range(10):
+        next(actions)
+    with recording() as events:
+        next(actions)
+    with pytest.raises(UserError, match="begins in the middle of a run"):
+        scenario_from(Trace(events))
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_built_in_scenario_survives_the_way_through_a_trace(name):
+    scenario = load_scenario(name)
+    if scenario.needs_model:
+        pytest.skip("needs the model: covered where torch is")
+    with tracing("blocks") as trace:
+        run_scenario(scenario)
+    if len(trace.first_snapshot.block_sizes) > 1 or "groups" in scenario.config:
+        pytest.skip("its windows are not in the trace: no KV-cache initialization ran")
+    document = scenario_from(trace)
+    assert set(document["requests"]) == {e.request_id for e in trace.filter("request_added")}
+    assert reproduces(trace, document)
+
+
+def test_without_caching_the_first_hit_is_where_two_runs_part():
+    found = diff(record(enable_prefix_caching=True), record(enable_prefix_caching=False))
+    assert found is not None and found.is_decision and kind_of(found.a) == "prefix_matched"
+    assert any("tokens hit (block" in line for line in found.reasons_a)
+    assert any("prefix caching is switched off" in line for line in found.reasons_b)
