@@ -25,17 +25,14 @@ DATA = Path(__file__).parent / "data" / "conformance" / "scheduler"
 
 
 @cache
-def all_recordings():
-    documents = {}
-    for file in ("handmade.jsonl.gz", "random.jsonl.gz"):
-        with gzip.open(DATA / file, "rt") as lines:
-            documents.update((d["name"], d) for d in map(json.loads, lines))
-    return documents
+def recordings_in(file):
+    with gzip.open(DATA / f"{file}.jsonl.gz", "rt") as lines:
+        return {document["name"]: document for document in map(json.loads, lines)}
 
 
 def recording(name):
-    """A copy that may be spoiled."""
-    return copy.deepcopy(all_recordings()[name])
+    """A hand-made one; a copy that may be spoiled."""
+    return copy.deepcopy(recordings_in("handmade")[name])
 
 
 def replay(document):
@@ -51,7 +48,7 @@ def names_of_differences(documents):
 
 
 def test_all_429_recordings_replay_without_a_difference():
-    documents = all_recordings().values()
+    documents = [*recordings_in("handmade").values(), *recordings_in("random").values()]
     assert len(documents) == 429
     assert {d["recorded_from"] for d in documents} == {"vllm 0.14.1"}
     assert {name: o.report for name, o in names_of_differences(documents).items()} == {}
@@ -60,7 +57,7 @@ def test_all_429_recordings_replay_without_a_difference():
 def test_decisions_are_the_same_while_a_trace_is_recorded():
     from pagedlab.trace.tracer import tracing
 
-    documents = [d for name, d in all_recordings().items() if not name.startswith("random-")]
+    documents = recordings_in("handmade").values()
     for level in ("steps", "decisions", "blocks"):
         with tracing(level) as trace:
             assert names_of_differences(documents) == {}
@@ -152,7 +149,7 @@ def test_spoiled_cache_statistics_are_reported_after_the_last_step():
 @pytest.mark.parametrize("name", ["preempt_newest", "hybrid_prefix_hit", "abort_two_at_once"])
 def test_every_single_recorded_value_is_compared(name):
     """Spoil one value after the other; each is found in its own step, under its own name."""
-    whole = all_recordings()[name]
+    whole = recordings_in("handmade")[name]
     for i, step in enumerate(whole["steps"]):
         for path in paths_of_values(step):
             if path == ("step",):
@@ -255,7 +252,7 @@ _schedule_running = Scheduler._schedule_running
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_scheduler_with_a_changed_rule_is_found_out(monkeypatch, owner, method, changed, found_by):
     monkeypatch.setattr(owner, method, changed)
-    documents = [d for name, d in all_recordings().items() if not name.startswith("random-")]
+    documents = recordings_in("handmade").values()
     found = {}
     for document in documents:
         try:
@@ -269,7 +266,7 @@ def test_the_report_is_readable_and_says_why_we_decided_so(monkeypatch):
     monkeypatch.setattr(FirstComeFirstServed, "victim", _first_victim)
     outcome = replay(recording("preempt_newest"))
     report = outcome.report.splitlines()
-    assert report[0] == f"preempt_newest: {all_recordings()['preempt_newest']['about']}"
+    assert report[0] == f"preempt_newest: {recording('preempt_newest')['about']}"
     step = outcome.first_difference["step"]
     assert report[1].split() == ["step", str(step)]
     assert report[2].split() == ["field", outcome.first_difference["field"]]
@@ -344,7 +341,8 @@ def test_files_folders_and_compressed_files_are_all_taken(monkeypatch, capsys, t
         json.dump(two, file)
     with gzip.open(tmp_path / "both.jsonl.gz", "wt") as file:
         file.write(json.dumps(one) + "\n\n" + json.dumps(two) + "\n")
-    status, out, _ = run_cli(monkeypatch, capsys, "conformance", "--json", tmp_path / "deep", tmp_path / "both.jsonl.gz")
+    paths = tmp_path / "deep", tmp_path / "both.jsonl.gz"
+    status, out, _ = run_cli(monkeypatch, capsys, "conformance", "--json", *paths)
     assert status == 0
     assert sorted(s["name"] for s in json.loads(out)["scenarios"]) == 2 * ["preempt_newest"] + 2 * ["single_request"]
 
@@ -387,7 +385,7 @@ def _text(path, text):
 
 
 def _cut_gzip(path):
-    path.write_bytes(gzip.compress(json.dumps(all_recordings()["single_request"]).encode())[:-20])
+    path.write_bytes(gzip.compress(json.dumps(recordings_in("handmade")["single_request"]).encode())[:-20])
     return path
 
 
