@@ -6,11 +6,12 @@ scenario. With ``sampled_token_ids`` it runs without a model, else with one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedlab.config import EngineConfig, SchedulerConfig
-from pagedlab.engine.core import EngineCore
+from pagedlab.engine.core import EngineCore, Executor
 from pagedlab.kv.hashing import request_block_hasher
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from pagedlab.request import Request
@@ -61,6 +62,18 @@ class Scenario:
         """The same story with other knobs; ``model`` is one of them."""
         model = changes.pop("model", self.model)
         return replace(self, model=model, config={**self.config, **changes})
+
+    def with_made_up_tokens(self, encode: Callable[[str], list[int]]) -> Scenario:
+        """The same lengths without a model: texts are encoded, and every output has its full length."""
+        requests = {}
+        for i, (request_id, spec) in enumerate(self.requests.items()):
+            first = (i + 1) << 20
+            requests[request_id] = {
+                **spec,
+                "prompt_token_ids": spec.get("prompt_token_ids") or encode(spec["prompt"]),
+                "sampled_token_ids": list(range(first, first + (self.sampling_params(request_id).max_tokens or 1))),
+            }
+        return replace(self, requests=requests)
 
     @property
     def needs_model(self) -> bool:
@@ -115,7 +128,13 @@ class Scenario:
 
 def build_engine_core(scenario: Scenario) -> EngineCore:
     """An engine on the stand-in model, with the scenario's pool and limits."""
-    config = scenario.config
+    num_prompt_tokens = {request_id: len(spec["prompt_token_ids"]) for request_id, spec in scenario.requests.items()}
+    tokens = {request_id: spec["sampled_token_ids"] for request_id, spec in scenario.requests.items()}
+    return engine_core_on(ScriptedModel(num_prompt_tokens, tokens), scenario.config)
+
+
+def engine_core_on(executor: Executor, config: dict[str, Any]) -> EngineCore:
+    """A control plane from a scenario's ``config``; without ``groups`` all layers are one full-attention group."""
     whole = [{"layers": ["layer.0"], "kind": "full", "block_size": config["block_size"]}]
     groups = tuple(
         KVCacheGroupSpec(
@@ -130,9 +149,5 @@ def build_engine_core(scenario: Scenario) -> EngineCore:
         block_size=config["block_size"],
         enable_prefix_caching=config.get("enable_prefix_caching", True),
     )
-    model = ScriptedModel(
-        {request_id: len(spec["prompt_token_ids"]) for request_id, spec in scenario.requests.items()},
-        {request_id: spec["sampled_token_ids"] for request_id, spec in scenario.requests.items()},
-    )
     shown = {k: v for k, v in config.items() if not isinstance(v, list)}
-    return EngineCore(scheduler, model, about={"model": {}, "config": shown, "tokenizer": {}})
+    return EngineCore(scheduler, executor, about={"model": {}, "config": shown, "tokenizer": {}})
