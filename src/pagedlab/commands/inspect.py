@@ -86,11 +86,11 @@ def diff(
 
     difference = Trace.load(a).diff(Trace.load(b))
     if as_json:
-        print(json.dumps({"same": difference is None, "difference": difference and asdict(difference)}))
+        print(json.dumps({"same": difference is None, "difference": difference and difference.to_dict()}))
     elif difference is None:
         print("no difference in any decision")
     else:
-        for line in difference.lines():
+        for line in difference.lines:
             print(safe(line))
     if difference is not None:
         raise typer.Exit(1)
