@@ -62,7 +62,7 @@ class Case:
         output = torch.full_like(self.query, 7)
         reads = torch.full_like(self.block_table, -1)
         paged_attention(
-            self.query, self.kv_cache, output, QueryTiles.cut(self.query_lens, group, self.query.device),
+            self.query, self.kv_cache, output, QueryTiles.cut(self.query_lens, group, 64, self.query.device),
             self.query_start_loc, self.seq_lens, self.block_table, scale=self.scale, sliding_window=self.window,
             num_splits=num_splits, how="interpreted", reads=reads,
         )
@@ -169,7 +169,7 @@ def test_neighbours_and_idle_rows_change_nothing(path):
 
 
 def test_tiles_never_span_rows():
-    tiles = QueryTiles.cut([1, 9], heads_per_kv_head=4, device=torch.device("cpu"))
+    tiles = QueryTiles.cut([1, 9], heads_per_kv_head=4, longest_block_m=16, device=torch.device("cpu"))
     assert tiles.block_m == 16
     assert tiles.batch_idx.tolist() == [0, 1, 1, 1]
     assert tiles.first_query.tolist() == [0, 0, 4, 8]

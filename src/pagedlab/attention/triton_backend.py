@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pagedlab.attention.backends import AttentionBackend, AttentionImpl, AttentionLayerConfig, MetadataBuilder
 from pagedlab.attention.metadata import CommonAttentionMetadata, emit_metadata_built
-from pagedlab.kernels.paged_attention import QueryTiles, choose_num_splits, paged_attention
+from pagedlab.kernels.paged_attention import QueryTiles, choose_num_splits, longest_block_m, paged_attention
 from pagedlab.kernels.reshape_and_cache import new_write_log, reshape_and_cache
-from pagedlab.kv.specs import AttentionSpec
+from pagedlab.kv.specs import DTYPE_BYTES, AttentionSpec
 from pagedlab.trace.tracer import trace
 
 KernelHow = Literal["compiled", "interpreted"]
@@ -30,9 +30,12 @@ class TritonMetadataBuilder(MetadataBuilder):
     def __init__(self, group_id: int, spec: AttentionSpec, heads_per_kv_head: int, num_processors: int) -> None:
         super().__init__(group_id, spec)
         self.heads_per_kv_head, self.num_processors = heads_per_kv_head, num_processors
+        self.longest_block_m = longest_block_m(spec.head_size, DTYPE_BYTES[spec.dtype])
 
     def build(self, common: CommonAttentionMetadata) -> TritonAttentionMetadata:
-        tiles = QueryTiles.cut(common.query_lens, self.heads_per_kv_head, common.block_table.device)
+        tiles = QueryTiles.cut(
+            common.query_lens, self.heads_per_kv_head, self.longest_block_m, common.block_table.device
+        )
         visible = min(common.max_seq_len, self.spec.sliding_window or common.max_seq_len)
         num_splits = choose_num_splits(
             len(tiles.batch_idx), self.spec.num_kv_heads, common.max_query_len, visible, self.num_processors

@@ -44,12 +44,18 @@ class QueryTiles:
     block_m: int              # rows of the score matrix: queries × query heads per key-value head, padded
 
     @classmethod
-    def cut(cls, query_lens: list[int], heads_per_kv_head: int, device: torch.device) -> QueryTiles:
-        block_m = max(16, _next_power_of_2(heads_per_kv_head), 64 if max(query_lens, default=0) > 16 else 0)
+    def cut(cls, query_lens: list[int], heads_per_kv_head: int, longest_block_m: int, device: torch.device) -> QueryTiles:
+        is_long = max(query_lens, default=0) * heads_per_kv_head > 16
+        block_m = max(16, _next_power_of_2(heads_per_kv_head), longest_block_m if is_long else 0)
         step = block_m // heads_per_kv_head
         tiles = [(row, first) for row, query_len in enumerate(query_lens) for first in range(0, query_len, step)]
         pairs = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(device)
         return cls(pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), block_m)
+
+
+def longest_block_m(head_size: int, element_size: int) -> int:
+    """Score rows of a prefill program: as many as its registers hold."""
+    return 32 if element_size == 4 and head_size > 128 else 64
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, max_query_len: int, max_seq_len: int,
@@ -66,11 +72,14 @@ def choose_num_splits(num_tiles: int, num_kv_heads: int, max_query_len: int, max
 
 
 def launch_config(head_size: int, block_m: int, element_size: int) -> dict[str, int]:
-    """Tile width and warps; CI compiles all of them and sees that none needs local memory."""
-    wide = head_size > 128
-    if element_size == 4:
-        return {"TILE": 16 if wide else 32, "num_warps": 8 if wide or block_m > 16 else 4, "num_stages": 1}
-    return {"TILE": 32 if wide else 64, "num_warps": 8 if wide and block_m > 16 else 4, "num_stages": 2}
+    """Tile width and warps, by compiling: the widest that needs no local memory on sm_80 and sm_90."""
+    size = _next_power_of_2(head_size)
+    if element_size == 4:  # products without tensor cores
+        if size > 64:
+            return {"TILE": 16, "num_warps": 8, "num_stages": 1}
+        return {"TILE": 32, "num_warps": 4 if block_m == 16 else 8, "num_stages": 1}
+    tile = 64 if 32 < size < 256 else 32
+    return {"TILE": tile, "num_warps": 8 if size > 64 and block_m > 16 else 4, "num_stages": 2}
 
 
 def paged_attention(
