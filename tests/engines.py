@@ -104,14 +104,14 @@ def act_at_random(rng: random.Random, watched: Any, shape: Shape, num_added: int
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
         if len(core.scheduler.requests) >= 10:
             break
-        length = shape.longest_prompt if rng.random() < 0.1 else rng.randint(1, shape.longest_prompt)
+        length = shape.longest_prompt if rng.random() < 0.01 else rng.randint(1, shape.longest_prompt)
         same_start = [7 * (i % 3) for i in range(rng.randint(0, length))]
         prompt = same_start + [rng.randrange(4) for _ in range(length - len(same_start))]
         request = shape.request(f"r{num_added}", prompt, rng.randint(1, 12), rng.randrange(3),
                                 float(rng.randrange(5)), rng.choice((None, None, None, "", "salt")))
         num_added += 1
         try:
-            watched.add(request, at_the_door=rng.random() < 0.95)
+            watched.add(request, at_the_door=length < shape.max_model_len and rng.random() < 0.95)
         except UserError:
             continue
     ids = list(core.scheduler.requests)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -106,11 +107,13 @@ def check_owners(scheduler: Scheduler) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     places: dict[int, list[tuple[str, int, int]]] = {}
     for block, request_id, group, logical_block in owners(scheduler):
-        need(pool.blocks[block.block_id] is block, "tables", f"{block} is not the pool's")
+        if pool.blocks[block.block_id] is not block:
+            raise Broken("tables", f"{block} is not the pool's")
         places.setdefault(block.block_id, []).append((request_id, group, logical_block))
     for block in pool.blocks[1:]:
-        held_by = places.get(block.block_id, [])
-        need(block.ref_cnt == len(held_by), "ref_counts", f"{block} is held by {held_by}")
+        held_by = places.get(block.block_id, ())
+        if block.ref_cnt != len(held_by):
+            raise Broken("ref_counts", f"{block} is held by {held_by}")
         if len(held_by) > 1:
             need(block.block_hash is not None, "sharing", f"{block} has no hash and is held by {held_by}")
             need(len({(g, i) for _, g, i in held_by}) == 1, "sharing", f"{block} is held at different places {held_by}")
@@ -122,40 +125,46 @@ def check_hashes(scheduler: Scheduler) -> None:
     """The map and the blocks agree; a held block's hash is that of its owner's tokens, computed anew."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
-    in_map = Counter()
+    in_map: set[int] = set()
     for group_id, cached in enumerate(pool._cached):
         for block_hash, holders in cached.items():
             need(holders, "cache_map", "a hash has no block")
             for block_id, block in holders.items():
-                in_map[block_id] += 1
-                need(pool.blocks[block_id] is block, "cache_map", f"{block} is entered as {block_id}")
-                need((block.block_hash, block.group_id) == (block_hash, group_id), "cache_map",
-                     f"{block} is entered under a hash that is not its own")
-    for block in pool.blocks:
-        need(in_map[block.block_id] == (block.block_hash is not None), "cache_map", f"{block} is entered wrongly")
+                if pool.blocks[block_id] is not block or block_id in in_map:
+                    raise Broken("cache_map", f"{block} is entered as {block_id}, or twice")
+                in_map.add(block_id)
+                if (block.block_hash, block.group_id) != (block_hash, group_id):
+                    raise Broken("cache_map", f"{block} is entered under a hash that is not its own")
+    hashed = {block.block_id for block in pool.blocks if block.block_hash is not None}
+    need(in_map == hashed, "cache_map", f"blocks {in_map} are in the map, {hashed} have a hash")
     if not manager.enable_caching:
-        need(not in_map, "hashes", "a block is cached although caching is off")
+        need(not hashed, "hashes", "a block is cached although caching is off")
         return
+    right = {request_id: hashes_anew(r, manager.block_size) for request_id, r in scheduler.requests.items()}
     for block, request_id, group_id, logical_block in owners(scheduler):
         if block.block_hash is None:
             continue
-        request, size = scheduler.requests[request_id], manager.groups[group_id].block_size
-        need((logical_block + 1) * size <= request.num_tokens, "hashes", f"{block} is cached and not full")
-        right = anew(request, (logical_block + 1) * size, manager.block_size)
-        need(block.block_hash[-32:] == right, "hashes",
-             f"{block} does not have the hash of block {logical_block} of {request_id}")
+        last = (logical_block + 1) * manager.groups[group_id].block_size // manager.block_size - 1
+        if last >= len(right[request_id]):
+            raise Broken("hashes", f"{block} is cached and not full")
+        if block.block_hash[-32:] != right[request_id][last]:
+            raise Broken("hashes", f"{block} does not have the hash of block {logical_block} of {request_id}")
 
 
-def anew(request: Request, num_tokens: int, block_size: int) -> bytes:
-    """The hash of the last block that ``num_tokens`` tokens fill, without the engine's own code."""
-    parent = bytes(32)
-    for first in range(0, num_tokens, block_size):
-        tokens = request.all_token_ids[first : first + block_size]
-        salt = b""
-        if first == 0 and request.cache_salt is not None:
-            salt = b"\x00cache_salt\x00" + request.cache_salt.encode()
-        parent = sha256(parent + b"".join(t.to_bytes(8, "little", signed=True) for t in tokens) + salt).digest()
-    return parent
+def hashes_anew(request: Request, block_size: int) -> list[bytes]:
+    """The hashes of the blocks that a request's tokens fill, without the engine's own code."""
+    hashes, parent = [], bytes(32)
+    for first in range(0, request.num_tokens - block_size + 1, block_size):
+        salt = request.cache_salt if first == 0 else None
+        parent = _hash_anew(parent, tuple(request.all_token_ids[first : first + block_size]), salt)
+        hashes.append(parent)
+    return hashes
+
+
+@lru_cache(4096)
+def _hash_anew(parent: bytes, tokens: tuple[int, ...], salt: str | None) -> bytes:
+    extra = b"" if salt is None else b"\x00cache_salt\x00" + salt.encode()
+    return sha256(parent + b"".join(t.to_bytes(8, "little", signed=True) for t in tokens) + extra).digest()
 
 
 def check_queues(scheduler: Scheduler) -> None:
@@ -171,8 +180,9 @@ def check_queues(scheduler: Scheduler) -> None:
     keys = [scheduler.policy.key(r) for r in waiting]
     need(keys == sorted(keys), "order", "who waits is not in the policy's order")
     for request in scheduler.requests.values():
-        need(0 <= request.num_computed_tokens <= request.num_tokens, "progress",
-             f"{request.request_id} has computed {request.num_computed_tokens} of {request.num_tokens} tokens")
+        if not 0 <= request.num_computed_tokens <= request.num_tokens:
+            raise Broken("progress", f"{request.request_id} has computed {request.num_computed_tokens} of "
+                                     f"{request.num_tokens} tokens")
     for request in waiting:
         need(request.num_computed_tokens == 0, "progress", f"{request.request_id} waits with computed tokens")
 
@@ -186,12 +196,13 @@ def check_tables(scheduler: Scheduler) -> None:
         for request in scheduler.running:
             table, computed = group.tables[request.request_id], request.num_computed_tokens
             right = -(-min(computed, scheduler.config.max_model_len) // group.block_size)
-            need(len(table) == right, "tables", f"{request.request_id}: {len(table)} blocks for {computed} tokens")
-            num_null = sum(block.is_null for block in table)
-            need(all(block.is_null for block in table[:num_null]), "window", "a null block between others")
-            need(num_null <= group.num_skipped_blocks(computed), "window",
-                 f"{request.request_id}: {num_null} blocks are gone, the window allows "
-                 f"{group.num_skipped_blocks(computed)}")
+            if len(table) != right:
+                raise Broken("tables", f"{request.request_id}: {len(table)} blocks for {computed} tokens")
+            num_null = sum(block.block_id == 0 for block in table)
+            need(all(block.block_id == 0 for block in table[:num_null]), "window", "a null block between others")
+            if num_null > group.num_skipped_blocks(computed):
+                raise Broken("window", f"{request.request_id}: {num_null} blocks are gone, the window allows "
+                                       f"{group.num_skipped_blocks(computed)}")
 
 
 # ------------------------------------------------------------------ the message to the worker
@@ -265,8 +276,10 @@ class WorkerCopy:
             for group, table in zip(groups, self.tables[request_id], strict=True):
                 for position in range(request.num_computed_tokens - num_tokens, request.num_computed_tokens):
                     slot = table[position // group.block_size], position % group.block_size
-                    need(slot[0] != 0, "slots", f"position {position} of {request_id} has the null block")
-                    need(slot not in written, "slots", f"slot {slot} is written twice")
+                    if slot[0] == 0:
+                        raise Broken("slots", f"position {position} of {request_id} has the null block")
+                    if slot in written:
+                        raise Broken("slots", f"slot {slot} is written twice")
                     written.add(slot)
                     self.shadow[slot] = contents[position]
         if not self.contents_are_known:
@@ -279,8 +292,9 @@ class WorkerCopy:
                 first = 0 if window is None else max(0, end - num_tokens - window + 1)
                 for position in range(first, end):
                     slot = table[position // group.block_size], position % group.block_size
-                    need(self.shadow.get(slot) == contents[position], "contents",
-                         f"{request_id} reads position {position} in slot {slot} and finds something else")
+                    if self.shadow.get(slot) != contents[position]:
+                        raise Broken("contents", f"{request_id} reads position {position} in slot {slot} and finds "
+                                                 "something else")
 
     def _contents(self, request: Request) -> list[bytes]:
         known = self._prefix.setdefault(request.request_id, [])
@@ -304,7 +318,7 @@ class Watched:
         self.num_events = 0
         self.is_broken = False                              # an event did not fit: those after it are not looked at
         self._fold, self._check = Fold(), None
-        self._step_events: list[Event] = []
+        self.step_events: list[Event] = []
         self._executor, core.executor = core.executor, self
         self._check_reasons_of: tuple[list[str], list[str]] = ([], [])
 
@@ -321,7 +335,7 @@ class Watched:
         if self.is_broken:
             return
         self.is_broken, self.num_events = True, self.num_events + 1
-        self._step_events.append(event)
+        self.step_events.append(event)
         if isinstance(event, TraceHeader):
             self._check = EngineCheck(event)
             self._check.max_num_seqs = self.core.scheduler.config.max_num_seqs
@@ -354,7 +368,7 @@ class Watched:
     def step(self) -> list[Any]:
         scheduler = self.core.scheduler
         self._check_reasons_of = [r.request_id for r in scheduler.running], [r.request_id for r in scheduler.waiting]
-        self._step_events.clear()
+        self.step_events.clear()
         outputs = self.core.step()
         self._check_everything()
         return outputs
@@ -364,7 +378,7 @@ class Watched:
         self.worker.check(output)
         self._check_everything()
         if trace.on:
-            check_reasons(self.core.scheduler, self._step_events, output, *self._check_reasons_of)
+            check_reasons(self.core.scheduler, self.step_events, output, *self._check_reasons_of)
         answer = self._executor.execute_model(output)
         for action in self.meanwhile:
             action()

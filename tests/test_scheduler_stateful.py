@@ -103,7 +103,7 @@ def test_every_invariant_holds_in_random_engines_and_every_reason_occurs():
             for _ in range(40):
                 num_added = act_at_random(rng, watched, shape, num_added)
                 watched.step()
-                seen |= {getattr(e, "reason", None) for e in watched._step_events}
+                seen |= {getattr(e, "reason", None) for e in watched.step_events}
     assert seen >= set(CONSIDERED_REASONS) | set(NOT_REACHED_REASONS)
 
 
