@@ -68,6 +68,8 @@ def _find_workload(
     """A sentence about the workload, the configuration, and the requests: for the engine, and as mere lengths."""
     if workload is None or workload.endswith(".jsonl"):
         config = _checked({**POOL, **knobs})
+        if "max_model_len" not in knobs:  # what the usable blocks hold, if that is less
+            config["max_model_len"] = min(config["max_model_len"], (config["num_blocks"] - 1) * config["block_size"])
         if workload is not None:
             made = read_jsonl(Path(workload))
         else:

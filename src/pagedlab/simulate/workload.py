@@ -86,8 +86,10 @@ def read_jsonl(path: Path) -> Workload:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}).") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text in UTF-8: give one JSON object a line.") from None
     requests: list[SimulatedRequest] = []
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
