@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,7 +67,7 @@ def test_flat_indices_follow_their_definitions(batch):
     expected = [(row, computed + i, i) for row, (computed, new) in enumerate(rows) for i in range(new)]
     assert list(zip(flat.req_indices.tolist(), flat.positions.tolist(), flat.arange.tolist(), strict=True)) == expected
     starts = flat.query_start_loc.tolist()
-    assert [b - a for a, b in zip(starts, starts[1:], strict=False)] == [new for _, new in rows] and starts[0] == 0
+    assert [b - a for a, b in itertools.pairwise(starts)] == [new for _, new in rows] and starts[0] == 0
     assert flat.seq_lens.tolist() == [computed + new for computed, new in rows]
     assert flat.positions[flat.logits_indices].tolist() == [n - 1 for n in flat.seq_lens.tolist()]
 

@@ -199,5 +199,5 @@ def test_spoiled_worked_example_is_reported():
 
 
 def test_missing_checkpoint_is_one_sentence_that_names_the_flag():
-    with pytest.raises(UserError, match="checkpoint dense-tied-a was not found .*--checkpoints DIR"):
+    with pytest.raises(UserError, match=r"checkpoint dense-tied-a was not found .*--checkpoints DIR"):
         find_checkpoint("dense-tied-a", [DATA])
