@@ -9,7 +9,9 @@
 
 /** @param {string} text base64 @returns {Promise<Uint8Array>} */
 export async function inflate(text) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i += 1) bytes[i] = binary.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
@@ -91,8 +93,8 @@ export class EngineState {
           i += 3;
           break;
         }
-        case 4: this.request(a).computed = b; i += 3; break;
-        case 5: this.request(a).known = b; i += 3; break;
+        case 4: this.request(a).computed += b; i += 3; break;
+        case 5: this.request(a).known += b; i += 3; break;
         case 6: {
           this.leaveQueues(a);
           this.waiting.splice(b, 0, a);
@@ -131,6 +133,23 @@ export class EngineState {
         case 16: this.rows.set(a, b - 1); i += 3; break;
         case 17: this.rows.delete(a); i += 2; break;
         case 18: this.request(a).status = b; i += 3; break;
+        case 19: { // a whole table: request, group, count, blocks
+          const table = this.request(a).tables[b];
+          for (let k = 0; k < c; k += 1) table.push(ops[i + 4 + k]);
+          i += 4 + c;
+          break;
+        }
+        case 20: // the whole free queue: count, blocks
+          for (let k = 0, last = this.numBlocks; k < a; k += 1) {
+            const block = ops[i + 2 + k];
+            this.next[last] = block;
+            this.prev[block] = last;
+            this.next[block] = this.numBlocks;
+            this.prev[this.numBlocks] = last = block;
+          }
+          this.numFree = a;
+          i += 2 + a;
+          break;
         default: throw new Error(`unknown op ${ops[i]} at ${i}`);
       }
     }
@@ -170,6 +189,7 @@ export class Cursor {
     this.state = new EngineState(meta);
     this.chunk = -1;  // whose ops have been applied, up to `offset`
     this.offset = 0;
+    this.applied = 0; // the latest event whose ops have been applied
     this.event = -1;  // the state is the one after this event
   }
 
@@ -202,9 +222,11 @@ export class Cursor {
       this.state = new EngineState(this.meta);
       this.state.apply(ops, 2, 2 + ops[1]); // the snapshot that the chunk begins with
       this.offset = 2 + ops[1];
+      this.applied = ops[0];
       this.chunk = chunk;
     }
-    while (this.offset < ops.length && ops[this.offset] <= event) {
+    while (this.offset < ops.length && this.applied + ops[this.offset] <= event) {
+      this.applied += ops[this.offset];
       const length = ops[this.offset + 1];
       this.state.apply(ops, this.offset + 2, this.offset + 2 + length);
       this.offset += 2 + length;

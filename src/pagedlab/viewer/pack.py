@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -51,8 +52,9 @@ from pagedlab.trace.events import (
 from pagedlab.trace.state import EngineState, Fold
 from pagedlab.trace.trace import Trace
 
-STEPS_PER_CHUNK = 32
-EVENTS_PER_CHUNK = 8192
+MAX_STEPS_PER_CHUNK = 128
+MAX_NUMBERS_PER_CHUNK = 80_000
+EVENTS_PER_CHUNK = 4096
 RECOMPUTED, PREFILL, DECODE, QUEUED, PREEMPTED, PASSED_OVER = range(6)  # what a request did in a step
 
 
@@ -62,8 +64,8 @@ class Op(IntEnum):
     ADD = 1            # request, place in waiting
     DEQUEUE = 2        # request: leave whichever queue it is in
     RUN = 3            # request, computed tokens: append to running
-    COMPUTED = 4       # request, computed tokens
-    KNOWN = 5          # request, known tokens
+    ADVANCE = 4        # request, tokens scheduled
+    LEARN = 5          # request, tokens that became known
     PREEMPT = 6        # request, place in waiting: tables emptied, nothing computed
     FINISH = 7         # request
     REF = 8            # block, count
@@ -77,6 +79,8 @@ class Op(IntEnum):
     ROW = 16           # row, request + 1 (0: one that ended before this trace begins)
     ROW_CLEAR = 17     # row
     STATUS = 18        # request, 0 waiting, 1 running, 2 preempted
+    TABLE = 19         # request, group, count, blocks …: a whole table
+    FREE_QUEUE = 20    # count, blocks …: the whole queue, front first
 
 
 @dataclass
@@ -113,7 +117,7 @@ def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list
     fold = Fold.starting_at(snapshot)
     state = fold.states[engine].copy()
     about = [e for e in events[:first] if kind_of(e) not in ("trace_header",)]
-    events = events[first + 1 :]
+    events = [e for e in events[first + 1 :] if type(e) is not EngineSnapshot]  # later ones are for readers who jump
     if steps is None:
         return about + events, state
     start = next((i for i, e in enumerate(events) if e.step >= steps[0]), None)
@@ -149,20 +153,20 @@ class _Packer:
 
     def run(self) -> Packed:
         self._collect_requests()
-        chunk_ops: list[int] = []
-        steps_in_chunk = 0
-        self._start_chunk(chunk_ops, 0)
+        chunk_ops = self._start_chunk(0)
+        steps_in_chunk, snapshot, latest = 0, len(chunk_ops), 0
         for index, event in enumerate(self.events):
             if type(event) is StepStarted or not self.columns["step"]:
-                if steps_in_chunk == STEPS_PER_CHUNK:
+                if steps_in_chunk == MAX_STEPS_PER_CHUNK or len(chunk_ops) - snapshot > MAX_NUMBERS_PER_CHUNK:
                     self._finish_chunk(chunk_ops)
-                    chunk_ops, steps_in_chunk = [], 0
-                    self._start_chunk(chunk_ops, index)
+                    chunk_ops = self._start_chunk(index)
+                    steps_in_chunk, snapshot, latest = 0, len(chunk_ops), index
                 self._start_step(event, index)
                 steps_in_chunk += 1
             ops = self._ops(event)
             if ops:
-                chunk_ops += (index, len(ops), *ops)
+                chunk_ops += (index - latest, len(ops), *ops)
+                latest = index
             self.state.apply(event)
             self._after(event)
         self._finish_chunk(chunk_ops)
@@ -171,10 +175,10 @@ class _Packer:
         self.packed.meta |= self._meta()
         return self.packed
 
-    def _start_chunk(self, ops: list[int], first_event: int) -> None:
-        """A chunk begins with the ops that rebuild the state before its first event from nothing."""
+    def _start_chunk(self, first_event: int) -> list[int]:
+        """A chunk: its first event, the ops that rebuild the state before it, then (gap, length, ops) per event."""
         snapshot = _snapshot_ops(self.state, self.requests)
-        ops += (first_event, len(snapshot), *snapshot)
+        return [first_event, len(snapshot), *snapshot]
 
     def _finish_chunk(self, ops: list[int]) -> None:
         starts = self.packed.meta.setdefault("op_chunks", [])
@@ -330,12 +334,10 @@ def _snapshot_ops(state: EngineState, requests: dict[str, int]) -> list[int]:
         ops += (Op.RUN, requests[request_id], state.requests[request_id].num_computed_tokens)
     for request_id, request in state.requests.items():
         index = requests[request_id]
-        ops += (Op.KNOWN, index, len(request.token_ids), Op.STATUS, index, statuses.get(request.status, 0))
+        ops += (Op.LEARN, index, len(request.token_ids), Op.STATUS, index, statuses.get(request.status, 0))
         for group, table in enumerate(request.block_ids):
-            for block_id in table:
-                ops += (Op.TABLE_PUSH, index, group, block_id)
-    for block_id in state.free_queue:
-        ops += (Op.FREE_APPEND, block_id)
+            ops += (Op.TABLE, index, group, len(table), *table)
+    ops += (Op.FREE_QUEUE, len(state.free_queue), *state.free_queue)
     for block_id, count in state.ref_counts.items():
         ops += (Op.REF, block_id, count)
     for block_id, short_hash in state.cached_blocks.items():
@@ -350,7 +352,7 @@ def _snapshot_ops(state: EngineState, requests: dict[str, int]) -> list[int]:
 
 def _added(p: _Packer, e: RequestAdded) -> list[int]:
     request = p.requests[e.request_id]
-    return [Op.ADD, request, p._place(e.queue_key), Op.KNOWN, request, len(e.prompt_token_ids)]
+    return [Op.ADD, request, p._place(e.queue_key), Op.LEARN, request, len(e.prompt_token_ids)]
 
 
 def _aborted(p: _Packer, e: RequestAborted) -> list[int]:
@@ -412,17 +414,15 @@ def _reset(p: _Packer, e: PrefixCacheReset) -> list[int]:
 
 def _scheduled(p: _Packer, e: StepScheduled) -> list[int]:
     ops: list[int] = []
-    for request in (*e.new, *e.cached):
-        granted = e.num_scheduled_tokens[request.request_id]
-        ops += (Op.COMPUTED, p.requests[request.request_id], request.num_computed_tokens + granted)
+    for request_id, granted in e.num_scheduled_tokens.items():
+        ops += (Op.ADVANCE, p.requests[request_id], granted)
     return ops
 
 
 def _output(p: _Packer, e: RequestOutput) -> list[int]:
     if e.request_id not in p.state.requests:
         return []
-    known = len(p.state.requests[e.request_id].token_ids) + len(e.new_token_ids)
-    return [Op.KNOWN, p.requests[e.request_id], known]
+    return [Op.LEARN, p.requests[e.request_id], len(e.new_token_ids)]
 
 
 def _row(p: _Packer, e: RowAssigned) -> list[int]:
@@ -462,15 +462,14 @@ def _varints(numbers: Iterable[int]) -> bytes:
 
 def _columns(events: list[Event]) -> bytes:
     """JSON by kind and field, so that equal things stand together: {kind: {i: […], field: […]}}."""
-    by_kind: dict[str, dict[str, list[Any]]] = {}
+    groups: dict[type[Event], list[int]] = {}
     for i, event in enumerate(events):
-        kind = kind_of(event)
-        columns = by_kind.get(kind)
-        if columns is None:
-            columns = by_kind[kind] = {"i": [], **{name: [] for name in event.__struct_fields__}}
-        columns["i"].append(i)
-        for name in event.__struct_fields__:
-            columns[name].append(getattr(event, name))
+        groups.setdefault(type(event), []).append(i)
+    by_kind: dict[str, dict[str, list[Any]]] = {}
+    for cls, indices in groups.items():
+        alike = [events[i] for i in indices]
+        fields = {name: list(map(attrgetter(name), alike)) for name in cls.__struct_fields__}
+        by_kind[kind_of(alike[0])] = {"i": indices, **fields}
     for columns in by_kind.values():
         for name in ("i", "seq", "t_ns"):  # differences are small and repeat
             values = columns[name]

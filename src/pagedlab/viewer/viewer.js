@@ -8,6 +8,8 @@ import { Cursor, EngineState, STATUSES, inflate, varints } from "./model.js";
 const KINDS_OF_WORK = ["recomputed", "prefill", "decode", "queued", "preempted", "passed over"];
 const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#6a51a3"];
 const SPEEDS = [1, 2, 5, 10, 30];
+const REST_MS = 30;       // a scrubber that stands still so long has come to rest
+const MANY_REQUESTS = 12; // beyond this, one block table at a time
 
 /** Control, direction and format characters as visible symbols. @param {unknown} value */
 export function show(value) {
@@ -94,7 +96,12 @@ class Viewer {
       do {
         reached = this.goal;
         await this.cursor.goto(reached);
-        await this.loadStep(this.stepIndex(reached));
+        if (this.stepEvents.step !== this.stepIndex(reached)) {
+          this.drawState(); // a drag stays fluent: the step's records are read where it comes to rest
+          await new Promise((next) => setTimeout(next, REST_MS));
+          if (this.goal !== reached) continue;
+          await this.loadStep(this.stepIndex(reached));
+        }
         this.draw();
       } while (this.goal !== reached);
     } finally {
@@ -148,6 +155,11 @@ class Viewer {
       ...SPEEDS.map((s) => el("option", { value: s }, `${s}/s`)));
     this.position = el("output", { class: "position", "aria-live": "polite" });
     this.timeline = el("canvas", { class: "timeline", tabindex: 0, role: "slider", "aria-label": "steps", "aria-valuemin": 0, "aria-valuemax": this.steps - 1 });
+    this.timeHead = el("div", { class: "playhead" });
+    this.laneHead = el("div", { class: "playhead line" });
+    this.laneMark = el("div", { class: "lane-mark" });
+    this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
+    /** @type {Map<string, string>} */ this.colours = new Map();
     this.lanes = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-label": "request lanes" });
     this.pool = el("canvas", { class: "pool", tabindex: 0, role: "grid", "aria-label": "block pool; arrow keys choose a block" });
     this.poolNote = el("p", { class: "note", "aria-live": "polite" });
@@ -178,8 +190,8 @@ class Viewer {
         button("▶▶", "step on (shift + right)", () => this.moveSteps(1)),
         button("⏭", "last step (end)", () => { this.settled = this.goto(this.meta.num_events - 1); }),
         this.speedSelect, this.position),
-      panel("Tokens per step against the budget, and blocks in use", "time", this.timeline, this.timeLegend()),
-      panel("Requests through time", "lane", el("div", { class: "scroll" }, this.lanes), this.laneLegend()),
+      panel("Tokens per step against the budget, and blocks in use", "time", el("div", { class: "under" }, this.timeline, this.timeHead), this.timeLegend()),
+      panel("Requests through time", "lane", el("div", { class: "scroll" }, el("div", { class: "under" }, this.lanes, this.laneHead, this.laneMark)), this.laneLegend()),
       panel("Queues", "queue", this.queues),
       panel("Block pool, in physical order", "grid", this.poolLegend(), this.pool, this.poolNote, this.story),
       panel("Block tables", "table", this.tables),
@@ -219,8 +231,7 @@ class Viewer {
   }
 
   toggleTheme() {
-    const dark = getComputedStyle(this.main).colorScheme.includes("dark");
-    this.main.dataset.theme = dark ? "light" : "dark";
+    this.main.dataset.theme = this.themeName() === "dark" ? "light" : "dark";
     this.draw();
   }
 
@@ -290,24 +301,35 @@ class Viewer {
 
   // ---------------------------------------------------------------- drawing
 
-  draw() {
+  /** The panels that follow from the state alone. */
+  drawState() {
     const index = this.stepIndex(this.cursor.event);
-    const record = this.current();
-    const step = this.meta.columns.step[index];
-    const inStep = this.cursor.event - (this.meta.columns.first_event[index] ?? 0) + 1;
-    const where = step < 0 ? "before the first step" : `step ${step}`;
-    this.position.textContent = show(`${where} · event ${inStep} of ${this.stepEvents.records.length}${record ? `: ${record.kind}${record.request_id ? ` ${record.request_id}` : ""}` : ""}`);
-    this.timeline.setAttribute("aria-valuenow", String(index));
-    this.timeline.setAttribute("aria-valuetext", where);
+    this.sayWhere(index);
     this.drawTimeline(index);
     this.drawLanes(index);
-    this.drawQueues();
     this.drawPool();
+    this.drawQueues();
+  }
+
+  draw() {
+    this.drawState();
     this.drawTables();
     this.drawLens();
     this.drawWrites();
     this.drawEvents();
     this.host.dispatchEvent(new CustomEvent("moved", { detail: { event: this.cursor.event } }));
+  }
+
+  /** @param {number} index */
+  sayWhere(index) {
+    const record = this.current();
+    const step = this.meta.columns.step[index];
+    const inStep = this.cursor.event - (this.meta.columns.first_event[index] ?? 0) + 1;
+    const where = step < 0 ? "before the first step" : `step ${step}`;
+    const count = this.lastEventOf(index) - (this.meta.columns.first_event[index] ?? 0) + 1;
+    this.position.textContent = show(`${where} · event ${inStep} of ${count}${record ? `: ${record.kind}${record.request_id ? ` ${record.request_id}` : ""}` : ""}`);
+    this.timeline.setAttribute("aria-valuenow", String(index));
+    this.timeline.setAttribute("aria-valuetext", where);
   }
 
   current() {
@@ -318,23 +340,47 @@ class Viewer {
   context(canvas, height) {
     const width = canvas.parentElement?.clientWidth || 600;
     const scale = devicePixelRatio || 1;
-    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    const key = `${width} ${height} ${scale} ${this.themeName()}`;
+    const isFresh = canvas.dataset.drawn !== key; // else what was drawn still stands
+    if (isFresh) {
+      canvas.dataset.drawn = key;
       canvas.width = Math.round(width * scale);
       canvas.height = Math.round(height * scale);
       canvas.style.height = `${height}px`;
+      this.colours = new Map();
     }
     const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     context.setTransform(scale, 0, 0, scale, 0, 0);
-    context.clearRect(0, 0, width, height);
-    const style = getComputedStyle(this.main);
-    const colour = (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
-    return { context, width, colour };
+    return { context, width, isFresh, colour: (/** @type {string} */ name) => this.colour(name) };
+  }
+
+  themeName() {
+    return this.main.dataset.theme ?? (this.darkQuery.matches ? "dark" : "light");
+  }
+
+  /** A colour of the theme, looked up once. @param {string} name @returns {string} */
+  colour(name) {
+    let value = this.colours.get(name);
+    if (value === undefined) {
+      value = getComputedStyle(this.main).getPropertyValue(`--${name}`).trim();
+      this.colours.set(name, value);
+    }
+    return value;
+  }
+
+  /** @param {HTMLElement} head @param {number} index */
+  movePlayhead(head, index) {
+    const width = 100 / this.steps;
+    head.style.left = `${index * width}%`;
+    head.style.width = `max(${width}%, 2px)`;
   }
 
   /** @param {number} index */
   drawTimeline(index) {
+    this.movePlayhead(this.timeHead, index);
     const height = 110;
-    const { context, width, colour } = this.context(this.timeline, height);
+    const { context, width, colour, isFresh } = this.context(this.timeline, height);
+    if (!isFresh) return;
     const c = this.meta.columns;
     const most = Math.max(1, ...[...Array(this.steps).keys()].map((i) => c.prefill[i] + c.recomputed[i] + c.decode[i]));
     const budget = Math.max(...c.budget);
@@ -375,9 +421,6 @@ class Viewer {
       context.strokeRect(-1, y(budget), width + 2, 0);
       context.setLineDash([]);
     }
-    context.strokeStyle = colour("accent");
-    context.lineWidth = 2;
-    context.strokeRect(index * bar, 1, Math.max(bar, 2), height - 2);
   }
 
   laneHeight() {
@@ -387,7 +430,12 @@ class Viewer {
   /** @param {number} index */
   drawLanes(index) {
     const lane = this.laneHeight();
-    const { context, width, colour } = this.context(this.lanes, Math.max(lane, this.meta.requests.length * lane));
+    this.movePlayhead(this.laneHead, index);
+    this.laneMark.hidden = this.request === null;
+    this.laneMark.style.top = `${(this.request ?? 0) * lane}px`;
+    this.laneMark.style.height = `${lane}px`;
+    const { context, width, colour, isFresh } = this.context(this.lanes, Math.max(lane, this.meta.requests.length * lane));
+    if (!isFresh) return;
     const bar = width / this.steps;
     const first = this.meta.columns.step[0];
     for (const [request, kind, from, to] of this.meta.segments) {
@@ -410,12 +458,6 @@ class Viewer {
         context.fillText(show(r.id), x, i * lane + lane - 5);
       });
     }
-    if (this.request !== null) {
-      context.strokeStyle = colour("ink");
-      context.strokeRect(0.5, this.request * lane + 0.5, width - 1, lane - 1);
-    }
-    context.fillStyle = colour("accent");
-    context.fillRect(index * bar, 0, Math.max(1.5, Math.min(bar, 2)), this.meta.requests.length * lane);
   }
 
   /** Why each request did or did not move in this step, from the scheduler's own words. */
@@ -441,7 +483,7 @@ class Viewer {
     const { state } = this.cursor;
     const { said, rest } = this.reasons();
     const column = (/** @type {string} */ title, /** @type {number[]} */ queue, /** @type {string} */ name) => {
-      const items = queue.slice(0, 64).map((request) => {
+      const items = queue.slice(0, 24).map((request) => {
         const info = this.meta.requests[request], r = state.request(request);
         const note = said.get(info.id) ?? rest[name] ?? "";
         const chip = el("button", { class: `chip${this.request === request ? " chosen" : ""}`, style: `--owner:${hue(request)}`, onclick: () => this.chooseRequest(request), "data-request": info.id },
@@ -451,7 +493,8 @@ class Viewer {
           ...(r.status === 2 ? [el("i", {}, "preempted")] : []));
         return el("li", {}, chip, ...(note ? [el("small", {}, show(note))] : []));
       });
-      if (queue.length > 64) items.push(el("li", {}, `… ${queue.length - 64} more`));
+      const chosen = this.request !== null && queue.indexOf(this.request) >= 24 ? `, ${this.meta.requests[this.request].id} among them` : "";
+      if (queue.length > 24) items.push(el("li", {}, show(`… ${queue.length - 24} more${chosen}`)));
       return el("div", { class: "column" }, el("h3", {}, `${title} (${queue.length})`), el("ol", {}, ...items));
     };
     this.queues.replaceChildren(column("waiting", state.waiting, "waiting"), column("running", state.running, "running"));
@@ -468,45 +511,67 @@ class Viewer {
 
   drawPool() {
     const { size, columns, height } = this.poolLayout();
-    const { context, colour } = this.context(this.pool, height);
+    const { context, isFresh } = this.context(this.pool, height);
     const { state } = this.cursor;
     const owners = state.owners();
-    const gap = size > 8 ? 2 : 1;
-    /** @type {Map<number, number>} */ const order = new Map();
-    if (this.showOrder) state.freeQueue().forEach((block, place) => order.set(block, place));
+    const order = new Int32Array(this.showOrder ? state.numBlocks : 0);
+    if (this.showOrder) state.freeQueue().forEach((block, place) => { order[block] = place + 1; });
     const shown = this.shownRequest();
     const mine = new Set(shown === null ? [] : (state.requests.get(shown)?.tables ?? []).flat());
     const read = this.readBlocks();
-    context.textAlign = "center";
-    context.textBaseline = "middle";
+    if (isFresh || !this.cells) this.cells = new Float64Array(state.numBlocks).fill(-1); // what each cell shows now
+    const counts = { null: 0, free: 0, cached: 0, "in use": 0, shared: 0 };
+    const names = /** @type {(keyof typeof counts)[]} */ (Object.keys(counts));
     for (let block = 0; block < state.numBlocks; block += 1) {
-      const x = (block % columns) * size, y = Math.floor(block / columns) * size, s = size - gap;
-      const is = state.stateOf(block);
-      context.fillStyle = is === "null" ? colour("dim") : is === "free" ? colour("empty") : is === "cached" ? colour("cached") : hue(owners[block]);
-      context.fillRect(x, y, s, s);
-      if (is === "cached" && size > 6) hatch(context, x, y, s, s, colour("paper"));
-      if (is === "free" && size > 5) { context.strokeStyle = colour("line"); context.lineWidth = 1; context.strokeRect(x + 0.5, y + 0.5, s - 1, s - 1); }
-      if (is === "shared" && size > 5) { context.strokeStyle = colour("ink"); context.lineWidth = size > 12 ? 2.5 : 1; context.strokeRect(x + 1, y + 1, s - 2, s - 2); }
-      if (order.size && order.has(block)) {
-        context.fillStyle = `rgba(128,128,128,${0.75 - 0.7 * ((order.get(block) ?? 0) / Math.max(1, order.size))})`;
-        context.fillRect(x, y, s, s);
-      }
-      if (size >= 18) {
-        const used = is === "in use" || is === "shared";
-        context.fillStyle = used ? "#fff" : colour("ink");
-        context.font = `${Math.min(13, size * 0.36)}px system-ui, sans-serif`;
-        const label = order.has(block) ? `${(order.get(block) ?? 0) + 1}.` : is === "null" ? "∅" : is === "shared" ? `${block}×${state.refs[block]}` : String(block);
-        context.fillText(label, x + s / 2, y + s / 2);
-      }
-      if (mine.has(block) && block) { context.strokeStyle = colour("accent"); context.lineWidth = size > 12 ? 2 : 1; context.strokeRect(x + 0.5, y + 0.5, s - 1, s - 1); }
-      if (read.has(block)) { context.fillStyle = colour("accent"); context.fillRect(x, y + s - Math.max(2, s / 6), s, Math.max(2, s / 6)); }
-      if (block === this.block) { context.strokeStyle = colour("alert"); context.lineWidth = 2.5; context.strokeRect(x, y, s, s); }
+      const refs = state.refs[block];
+      const is = block === 0 ? 0 : refs > 1 ? 4 : refs ? 3 : state.hashed[block] ? 2 : 1;
+      counts[names[is]] += 1;
+      const place = this.showOrder ? order[block] : 0;
+      const marks = (mine.has(block) ? 1 : 0) + (read.has(block) ? 2 : 0) + (block === this.block ? 4 : 0);
+      const key = (((owners[block] + 1) * 16384 + place) * 64 + Math.min(refs, 63)) * 64 + marks * 8 + is;
+      if (this.cells[block] === key) continue;
+      this.cells[block] = key;
+      const x = (block % columns) * size, y = Math.floor(block / columns) * size;
+      this.drawCell(context, x, y, size, { block, is, refs, place, marks, owner: owners[block], numFree: state.numFree });
     }
-    context.textAlign = "start";
-    context.textBaseline = "alphabetic";
-    const count = (/** @type {string} */ what) => { let n = 0; for (let b = 0; b < state.numBlocks; b += 1) if (state.stateOf(b) === what) n += 1; return n; };
     const front = state.freeQueue(8).join(", ");
-    this.poolNote.textContent = `${count("in use")} in use, ${count("shared")} shared, ${count("cached")} cached and free, ${count("free")} free, 1 null. Next to be handed out: ${front || "none"}.`;
+    this.poolNote.textContent = `${counts["in use"]} in use, ${counts.shared} shared, ${counts.cached} cached and free, ${counts.free} free, 1 null. Next to be handed out: ${front || "none"}.`;
+  }
+
+  /** One block of the pool: its state by colour and by pattern, so that either is enough.
+   * @param {CanvasRenderingContext2D} context @param {number} x @param {number} y @param {number} size
+   * @param {{block: number, is: number, refs: number, place: number, marks: number, owner: number, numFree: number}} cell */
+  drawCell(context, x, y, size, { block, is, refs, place, marks, owner, numFree }) {
+    const s = size - (size > 8 ? 2 : 1);
+    context.fillStyle = this.colour("paper");
+    context.fillRect(x, y, size, size);
+    context.fillStyle = is === 0 ? this.colour("dim") : is === 1 ? this.colour("empty") : is === 2 ? this.colour("cached") : hue(owner);
+    context.fillRect(x, y, s, s);
+    const outline = (/** @type {string} */ colour, /** @type {number} */ width, /** @type {number} */ inset) => {
+      context.strokeStyle = colour;
+      context.lineWidth = width;
+      context.strokeRect(x + inset, y + inset, s - 2 * inset, s - 2 * inset);
+    };
+    if (is === 2 && size > 6) hatch(context, x, y, s, s, this.colour("paper"));
+    if (is === 1 && size > 5) outline(this.colour("line"), 1, 0.5);
+    if (is === 4 && size > 5) outline(this.colour("ink"), size > 12 ? 2.5 : 1, 1);
+    if (place) {
+      context.fillStyle = `rgba(128,128,128,${0.75 - 0.7 * (place / Math.max(1, numFree))})`;
+      context.fillRect(x, y, s, s);
+    }
+    if (size >= 18) {
+      context.fillStyle = is >= 3 ? "#fff" : this.colour("ink");
+      context.font = `${Math.min(13, size * 0.36)}px system-ui, sans-serif`;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.fillText(place ? `${place}.` : is === 0 ? "∅" : is === 4 ? `${block}×${refs}` : String(block), x + s / 2, y + s / 2);
+    }
+    if (marks & 1 && block) outline(this.colour("accent"), size > 12 ? 2 : 1, 0.5);
+    if (marks & 2) {
+      context.fillStyle = this.colour("accent");
+      context.fillRect(x, y + s - Math.max(2, s / 6), s, Math.max(2, s / 6));
+    }
+    if (marks & 4) outline(this.colour("alert"), 2.5, 1);
   }
 
   /** Blocks that the attention kernel reported to have read, for the request shown. */
@@ -552,7 +617,8 @@ class Viewer {
   drawTables() {
     const { state } = this.cursor;
     const chosen = this.shownRequest();
-    const others = this.request === null ? state.running.filter((r) => r !== chosen).slice(0, 3) : [];
+    const alone = this.request !== null || this.meta.requests.length > MANY_REQUESTS;
+    const others = alone ? [] : state.running.filter((r) => r !== chosen).slice(0, 3);
     const requests = chosen === null ? [] : [chosen, ...others];
     this.tables.replaceChildren(...requests.map((request) => this.tableOf(request)));
     if (!requests.length) this.tables.append(el("p", { class: "note" }, "No request holds blocks at this moment."));
@@ -714,14 +780,14 @@ class Viewer {
     const all = this.stepEvents.records;
     const matching = words ? all.filter((r) => matches(r, words)) : all;
     const at = Math.max(0, matching.findIndex((r) => r.index >= this.cursor.event));
-    const from = Math.max(0, Math.min(at - 100, matching.length - 200));
-    const items = matching.slice(from, from + 200).map((r) => el("button", {
+    const from = Math.max(0, Math.min(at - 30, matching.length - 60));
+    const items = matching.slice(from, from + 60).map((r) => el("button", {
       class: `row${r.index === this.cursor.event ? " here" : r.index > this.cursor.event ? " future" : ""}`,
       role: "option", "aria-selected": r.index === this.cursor.event, "data-index": r.index,
       onclick: () => { this.settled = this.goto(r.index); },
     }, el("code", {}, r.kind), show(` ${summary(r)}`)));
     if (from > 0) items.unshift(el("p", { class: "note" }, `… ${from} before`));
-    if (matching.length > from + 200) items.push(el("p", { class: "note" }, `… ${matching.length - from - 200} more`));
+    if (matching.length > from + 60) items.push(el("p", { class: "note" }, `… ${matching.length - from - 60} more`));
     if (!items.length) items.push(el("p", { class: "note" }, words ? "No event of this step matches." : "No events."));
     this.list.replaceChildren(...items);
     const here = this.list.querySelector(".here");
