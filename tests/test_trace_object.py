@@ -10,6 +10,7 @@ import time
 import pytest
 
 from pagedlab.errors import UserError
+from pagedlab.trace.check import check
 from pagedlab.trace.events import BlockAllocated, RequestConsidered, StepScheduled, kind_of
 from pagedlab.trace.state import same, walk_live
 from pagedlab.trace.trace import Trace
@@ -119,8 +120,20 @@ def test_a_part_saves_and_loads_without_a_notice(run, tmp_path, capsys):
     part = whole.filter("step_scheduled")
     part.save(tmp_path / "part.jsonl")
     loaded = Trace.load(tmp_path / "part.jsonl")
-    assert loaded.events[1:] == part.events and all(type(e) is StepScheduled for e in part)
+    assert loaded.filter("step_scheduled").events == part.events and all(type(e) is StepScheduled for e in part)
     assert capsys.readouterr().err == ""
+
+
+def test_in_a_saved_part_each_hole_is_a_gap_and_the_state_is_known_from_the_next_snapshot_on(run, tmp_path):
+    _, whole = run
+    Trace([e for e in whole if e.step < 3 or e.step >= 11], _header=whole.header).save(tmp_path / "part.jsonl")
+    part = Trace.load(tmp_path / "part.jsonl")
+    (gap,) = part.filter("trace_gap")
+    assert gap.num_lost == sum(3 <= e.step < 11 for e in whole)
+    with pytest.raises(UserError, match="no state"):
+        part.at(step=11)
+    assert same(part.at(step=30), whole.at(step=30)) is None
+    assert check(part) is None
 
 
 def big_trace():

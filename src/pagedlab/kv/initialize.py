@@ -72,8 +72,7 @@ def initialize(
     """
     groups = get_kv_cache_groups(specs)
     config = get_kv_cache_config(groups, available_bytes, num_blocks)
-    if trace.on:
-        _emit_initialization(specs, config, available_bytes, how, terms, max_model_len)
+    _emit_initialization(specs, config, available_bytes, how, terms, max_model_len)
     return config
 
 
@@ -159,32 +158,33 @@ def _does_not_fit(
 def _emit_initialization(
     specs: Specs, config: KVCacheConfig, available_bytes: int, how: str, terms: Mapping[str, Scalar], max_model_len: int
 ) -> None:
-    for name, spec in specs.items():
+    if trace.on:
+        for name, spec in specs.items():
+            trace.emit(
+                KvSpec(
+                    layer=name, kind_of_attention=spec.kind, block_size=spec.block_size, num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_size, dtype=spec.dtype, sliding_window=spec.sliding_window,
+                    page_bytes=spec.page_size_bytes,
+                )
+            )  # fmt: skip
+        trace.emit(KvMemory(available_bytes=available_bytes, how=how, terms=dict(terms)))
         trace.emit(
-            KvSpec(
-                layer=name, kind_of_attention=spec.kind, block_size=spec.block_size, num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_size, dtype=spec.dtype, sliding_window=spec.sliding_window,
-                page_bytes=spec.page_size_bytes,
+            KvConfig(
+                num_blocks=config.num_blocks,
+                groups=[
+                    KvGroup(
+                        kind_of_attention=group.kv_cache_spec.kind, block_size=group.kv_cache_spec.block_size,
+                        sliding_window=group.kv_cache_spec.sliding_window, page_bytes=group.page_size_bytes,
+                        layers=list(group.layer_names),
+                    )
+                    for group in config.kv_cache_groups
+                ],
+                tensors=[KvTensor(size=t.size, shared_by=list(t.shared_by)) for t in config.kv_cache_tensors],
+                bytes_per_block=config.bytes_per_block,
+                available_bytes=available_bytes,
+                max_model_len=max_model_len,
             )
         )  # fmt: skip
-    trace.emit(KvMemory(available_bytes=available_bytes, how=how, terms=dict(terms)))
-    trace.emit(
-        KvConfig(
-            num_blocks=config.num_blocks,
-            groups=[
-                KvGroup(
-                    kind_of_attention=group.kv_cache_spec.kind, block_size=group.kv_cache_spec.block_size,
-                    sliding_window=group.kv_cache_spec.sliding_window, page_bytes=group.page_size_bytes,
-                    layers=list(group.layer_names),
-                )
-                for group in config.kv_cache_groups
-            ],
-            tensors=[KvTensor(size=t.size, shared_by=list(t.shared_by)) for t in config.kv_cache_tensors],
-            bytes_per_block=config.bytes_per_block,
-            available_bytes=available_bytes,
-            max_model_len=max_model_len,
-        )
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ step 1: groups

@@ -216,6 +216,8 @@ class RequestAdded(Event, kw_only=True, tag="request_added"):
 
 
 class RequestAborted(Event, kw_only=True, tag="request_aborted"):
+    """Cancelled: it has left its queue; its blocks and its end follow as events of their own."""
+
     request_id: str
     queue: QueueName
 
@@ -240,6 +242,8 @@ class PrefixCacheReset(Event, kw_only=True, tag="prefix_cache_reset"):
 
 
 class StepStarted(Event, kw_only=True, tag="step_started"):
+    """What the step starts from."""
+
     num_waiting: int
     num_running: int
     token_budget: int
@@ -495,6 +499,8 @@ class StepScheduled(Event, kw_only=True, tag="step_scheduled"):
 
 
 class RowAssigned(Event, kw_only=True, tag="row_assigned"):
+    """A request came into the batch: its row, and the whole block table copied into it."""
+
     level = "blocks"
 
     request_id: str
@@ -504,6 +510,8 @@ class RowAssigned(Event, kw_only=True, tag="row_assigned"):
 
 
 class RowFreed(Event, kw_only=True, tag="row_freed"):
+    """A request left the batch, for good or until it is scheduled again."""
+
     level = "blocks"
 
     request_id: str
@@ -522,6 +530,8 @@ class RowMoved(Event, kw_only=True, tag="row_moved"):
 
 
 class BlocksAppended(Event, kw_only=True, tag="blocks_appended"):
+    """The scheduler's news about a row's block table has been applied."""
+
     level = "blocks"
 
     request_id: str
@@ -544,6 +554,8 @@ class RowsStaged(Event, kw_only=True, tag="rows_staged"):
 
 
 class BatchOrdered(Event, kw_only=True, tag="batch_ordered"):
+    """Who stands where in the flat batch."""
+
     level = "tensors"
 
     request_ids: list[str]                 # batch_idx -> request
@@ -564,6 +576,8 @@ class TablesGathered(Event, kw_only=True, tag="tables_gathered"):
 
 
 class InputsPrepared(Event, kw_only=True, tag="inputs_prepared"):
+    """The flat arrays of the forward pass; every list but the last three is per token."""
+
     level = "tensors"
 
     input_ids: list[int]                   # [num_tokens]
@@ -613,6 +627,8 @@ class MetadataBuilt(Event, kw_only=True, tag="metadata_built"):
 
 
 class KernelLaunched(Event, kw_only=True, tag="kernel_launched"):
+    """A kernel, how it runs, and over which grid."""
+
     level = "kernels"
 
     name: str
@@ -660,6 +676,8 @@ class Candidate(msgspec.Struct, kw_only=True, gc=False):
 
 
 class TokensSampled(Event, kw_only=True, tag="tokens_sampled"):
+    """The sampler's result for one request."""
+
     level = "decisions"
     volatile = ("logprob", "top")          # last digits differ between machines
 
@@ -673,6 +691,8 @@ class TokensSampled(Event, kw_only=True, tag="tokens_sampled"):
 
 
 class RequestOutput(Event, kw_only=True, tag="request_output"):
+    """Tokens were appended to a request."""
+
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
@@ -680,6 +700,8 @@ class RequestOutput(Event, kw_only=True, tag="request_output"):
 
 
 class RequestFinished(Event, kw_only=True, tag="request_finished"):
+    """The request is gone, and its blocks are given back."""
+
     request_id: str
     finish_reason: str
     stop_reason: str | int | None = None
@@ -698,6 +720,8 @@ class TextEmitted(Event, kw_only=True, tag="text_emitted"):
 
 
 class StepFinished(Event, kw_only=True, tag="step_finished"):
+    """Where the time went."""
+
     volatile = ("stage_ns",)
 
     stage_ns: dict[str, int]               # nanoseconds per stage

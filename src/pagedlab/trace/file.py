@@ -160,7 +160,13 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def notice(text: str) -> None:
-    print(f"pagedlab: notice: {text}", file=sys.stderr)
+    print(f"pagedlab: notice: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str, most: int = 300) -> str:
+    """Text from a file, fit for a message: no control characters, no end of line, not endless."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def _read_header(lines: _Lines) -> TraceHeader:
@@ -176,14 +182,15 @@ def _read_header(lines: _Lines) -> TraceHeader:
         raise UserError(f"{lines.path} is not a pagedlab trace: its first line is not a trace header.")
     version = raw.get("version")
     if isinstance(version, list) and version and isinstance(version[0], int) and version[0] != VERSION[0]:
+        wrote = printable(f"{'.'.join(str(v) for v in version[:2])}", 20)
         raise UserError(
-            f"{lines.path} has trace format {'.'.join(str(v) for v in version)}, this pagedlab reads "
-            f"{VERSION[0]}.x: open it with the version that wrote it ({str(raw.get('pagedlab'))[:40]})."
+            f"{lines.path} has trace format {wrote}, this pagedlab reads {VERSION[0]}.x: open it with the version that "
+            f"wrote it ({printable(str(raw.get('pagedlab')), 40)})."
         )
     try:
         return _DECODER.decode(line)
     except _BAD_JSON as error:
-        raise UserError(f"{lines.path} has no valid trace header: {error}.") from None
+        raise UserError(f"{lines.path} has no valid trace header: {printable(str(error))}.") from None
 
 
 def _read_records(lines: _Lines, events: list[Event], num_unknown: dict[str, int]) -> bool:
@@ -202,7 +209,8 @@ def _read_records(lines: _Lines, events: list[Event], num_unknown: dict[str, int
             elif next(lines, None) is None:
                 return True
             else:
-                raise UserError(f"{lines.path}, line {lines.line_number - 1} is not a valid record: {error}.") from None
+                where = f"{lines.path}, line {lines.line_number - 1}"
+                raise UserError(f"{where} is not a valid record: {printable(str(error))}.") from None
     return False
 
 

@@ -25,6 +25,7 @@ from pagedlab.trace.events import (
     StepScheduled,
     TablesGathered,
     TraceFinished,
+    TraceGap,
     TraceHeader,
     kind_of,
 )
@@ -109,13 +110,15 @@ class Trace:
         return cls(load_trace(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file (``.zst`` compresses), all of it or nothing."""
-        events: Iterable[Event] = list(self.events)
-        if not self.events or type(self.events[0]) is not TraceHeader:
-            events = [self.header, *events]
-        if type(self.events[-1:][0] if self.events else None) is not TraceFinished:
-            events = [msgspec.structs.replace(self.header, ends_with=None), *list(events)[1:]]
-        save_trace(events, path)
+        """Write a file (``.zst`` compresses), all of it or nothing.
+
+        Of a filtered trace, each place where records are missing becomes a ``trace_gap``.
+        """
+        header = self.header
+        events = self.events[1:] if self.events and self.events[0] is header else self.events
+        if not events or type(events[-1]) is not TraceFinished:
+            header = msgspec.structs.replace(header, ends_with=None)
+        save_trace([header, *_with_gaps(events)], path)
 
     # ------------------------------------------------------------------ as a sequence
 
@@ -289,8 +292,11 @@ class Trace:
             fold = Fold.resuming(self._checkpoints[start].copy(), self.events[start])
         for i in range(start + 1, index + 1):
             fold.apply(self.events[i])
-            if (i - start) % CHECKPOINT_EVENTS == 0:
+            if (i - start) % CHECKPOINT_EVENTS == 0 and self.engine in fold.states:
                 self._checkpoints[i] = fold.states[self.engine].copy()
+        if self.engine not in fold.states:
+            lost = f"there is no state at seq {self.events[index].seq}: records were lost before it"
+            raise UserError(f"{lost}, and the next snapshot comes later.")
         return fold.states[self.engine]
 
     # ------------------------------------------------------------------ elsewhere
@@ -315,6 +321,20 @@ class Trace:
         from pagedlab.trace.perfetto import write_perfetto
 
         write_perfetto(self, path)
+
+
+def _with_gaps(events: list[Event]) -> Iterator[Event]:
+    """The events of a part, each jump in the numbers filled by one record that counts the lost ones."""
+    next_seq: dict[str, int] = {events[0].proc: 1} if events else {}  # the header has number 0
+    for event in events:
+        missing = event.seq - next_seq.get(event.proc, event.seq)
+        if missing > 0:
+            gap = TraceGap(num_lost=missing, why="left out when this part of a trace was saved")
+            gap.seq, gap.proc = event.seq - 1, event.proc
+            gap.engine, gap.step, gap.t_ns = event.engine, event.step, event.t_ns
+            yield gap
+        next_seq[event.proc] = event.seq + 1
+        yield event
 
 
 def check_kind(kind: str) -> str:
@@ -370,4 +390,4 @@ class _Lookup(Mapping[Any, Any]):
         if what == "step":
             return f"no step {key}: this trace has steps {max(min(index), 0)} to {max(index)}."
         close = get_close_matches(str(key), list(index), 3) or list(index)[:3]
-        return f"no request {key!r} in this trace: it has {len(index)}, among them {', '.join(close)}."
+        return f"no request {key!r} in this trace: it has {len(index)}, among them {', '.join(map(repr, close))}."
