@@ -672,7 +672,8 @@ class Viewer {
     const { size, columns } = this.poolLayout();
     const base = this.main.getBoundingClientRect(), pool = this.pool.getBoundingClientRect();
     if (pool.width === 0 || base.width < 900) return;
-    const heads = [...this.tables.querySelectorAll(".request:first-child .block")].slice(0, 16);
+    const heads = [...this.tables.querySelectorAll(".request:first-child .block")];
+    if (heads.length > 10 && this.block === null) return; // too many to follow; choosing a block shows its own
     for (const head of heads) {
       const block = Number(head.dataset.block);
       if (!block || (this.block !== null && block !== this.block)) continue;
