@@ -220,7 +220,7 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         """Admit from the head while seats, budget and blocks last; nobody overtakes a head that does not fit."""
-        stopped = None
+        stopped, head_needs = None, None
         while self.waiting and step.budget > 0:
             if len(self.running) == self.config.max_num_seqs:
                 stopped = "max_num_seqs_reached"
@@ -242,7 +242,7 @@ class Scheduler:
                 if trace.decisions:
                     self._emit_considered(step, request, "waiting", wanted, 0, "refused", "not_enough_free_blocks",
                                           hit.num_tokens)
-                stopped = "head_blocked"
+                stopped, head_needs = "head_blocked", self.kv_cache_manager.refused
                 break
             self.waiting.pop()
             self._admit(step, request, granted, hit.num_tokens)
@@ -251,7 +251,7 @@ class Scheduler:
         if trace.decisions:
             skip = 1 if stopped == "head_blocked" else 0
             if len(self.waiting) > skip:
-                self._emit_not_reached("waiting", skip, stopped or "token_budget_exhausted")
+                self._emit_not_reached("waiting", skip, stopped or "token_budget_exhausted", head_needs)
 
     def _admit(self, step: Step, request: Request, num_tokens: int, num_hit_tokens: int) -> None:
         self.running.append(request)
@@ -392,16 +392,23 @@ class Scheduler:
                                   reason=reason, num_needed_blocks=num_needed, num_free_blocks=num_free, limit=limit)
             )
 
-    def _emit_not_reached(self, queue: QueueName, skip: int, reason: str) -> None:
-        """Called inside a guard: the scan of ``queue`` ended with ``skip`` requests looked at."""
+    def _emit_not_reached(
+        self, queue: QueueName, skip: int, reason: str, head_needs: tuple[int, int] | None = None
+    ) -> None:
+        """Called inside a guard: the scan of ``queue`` ended with ``skip`` requests looked at.
+
+        ``head_needs`` are the blocks that the head needs and those that are free, if it was refused for them.
+        """
         if queue == "running":
             count, first = len(self.running) - skip, self.running[skip] if skip < len(self.running) else None
         else:
             count, first = len(self.waiting) - skip, self.waiting.second() if skip else self.waiting.peek()
         head_blocked = reason == "head_blocked"
+        num_needed, num_free = head_needs or (None, None)
         if trace.decisions and count > 0 and first is not None:
             trace.emit(
                 QueueNotReached(queue=queue, count=count, first_request_id=first.request_id, reason=reason,
                                 head_request_id=self.waiting.peek().request_id if head_blocked else None,
+                                num_needed_blocks=num_needed, num_free_blocks=num_free,
                                 limit=self.config.max_num_seqs if reason == "max_num_seqs_reached" else None)
             )
