@@ -467,4 +467,6 @@ def _check_not_reached(
         "preemption_this_step": bool(output.preempted_req_ids),
         "self_preemption": queue == "running" and bool(output.preempted_req_ids),
     }
+    if queue == "waiting" and event.num_needed_blocks is not None:
+        need(event.num_needed_blocks > event.num_free_blocks, "reasons", "the head is blocked and would fit")
     need(truth[event.reason], "reasons", f"{queue} was not reached because of {event.reason}, which is not true")
