@@ -22,6 +22,7 @@ from pagedlab.commands.scenarios import scenarios
 from pagedlab.commands.trace import trace
 from pagedlab.commands.view import view
 from pagedlab.errors import UserError
+from pagedlab.simulate.cli import simulate_command
 from pagedlab.version import __version__
 
 # typer brings click's exceptions along under changing names; these are theirs in every version.
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for command in (trace, replay, view, why, check, diff, conformance, scenarios, generate, bench, doctor):
     app.command()(command)
+app.command("simulate")(simulate_command)
 
 
 def _print_version(wanted: bool) -> None:
