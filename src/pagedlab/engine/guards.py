@@ -40,6 +40,14 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
         return "id_in_use", f"{name} is still running: wait for it, abort it, or use another id.", {}
     if length == 0:
         return "empty_prompt", f"{name} has an empty prompt: give at least one token.", {}
+    needed = most_blocks_held(scheduler, length)
+    usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
+    if needed > usable:
+        message = (
+            f"{name} has a prompt of {length} tokens that needs {needed} blocks, but the pool has {usable} usable "
+            "blocks: shorten the prompt or give the pool more blocks (num_blocks or kv_cache_memory)."
+        )
+        return "never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable}
     if length >= config.max_model_len:
         message = (
             f"{name} has a prompt of {length} tokens, but max_model_len is {config.max_model_len} and one token "
@@ -53,14 +61,6 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
             "is off: switch it on or raise max_num_batched_tokens."
         )
         return "larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget}
-    needed = most_blocks_held(scheduler, length)
-    usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
-    if needed > usable:
-        message = (
-            f"{name} has a prompt of {length} tokens that needs {needed} blocks, but the pool has {usable} usable "
-            "blocks: shorten the prompt or give the pool more blocks (num_blocks or kv_cache_memory)."
-        )
-        return "never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable}
     return None
 
 
