@@ -10,6 +10,7 @@ import torch
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.trace.events import TokensSampled
 from pagedlab.trace.tracer import trace
+from pagedlab.worker import sampler as sampler_module
 from pagedlab.worker.requests import CachedRequestState
 from pagedlab.worker.sampler import Sampler, top_logprobs
 
@@ -183,3 +184,23 @@ def test_event_says_what_was_chosen_among_what_and_tracing_changes_no_token():
         assert event.text == f"<{event.token_id}>"
         assert event.logprob == pytest.approx(float(reference[row, event.token_id]), abs=1e-5)
         assert [c.token_id for c in event.top] == reference[row].topk(5).indices.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_k_and_top_p_keep_what_a_full_sort_keeps(seed, monkeypatch):
+    """By the definition, over the whole vocabulary, whether the first candidates suffice or not."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 40, generator=generator) * (seed % 4 + 0.5)
+    rows = [SamplingParams(top_k=k, top_p=p) for k, p in [(0, 1), (3, 1), (0, 0.3), (0, 0.99), (9, 0.8), (30, 0.95)]]
+    results = []
+    for num_sorted in (4, 16, 1000):
+        monkeypatch.setattr(sampler_module, "NUM_SORTED", num_sorted)
+        results.append(sampler_module._keep_top_k_top_p(logits, rows))
+    for row, params in enumerate(rows):
+        order = logits[row].argsort(descending=True)[: params.top_k or None]
+        probs = logits[row, order].softmax(-1)
+        kept = order[(probs.cumsum(-1) - probs < params.top_p) | (params.top_p == 1)]
+        expected = torch.full((40,), -math.inf)
+        expected[kept] = logits[row, kept]
+        for result in results:
+            assert torch.equal(result[row], expected)

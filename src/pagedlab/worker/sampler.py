@@ -18,6 +18,7 @@ from pagedlab.trace.tracer import trace
 from pagedlab.worker.requests import CachedRequestState
 
 NUM_TRACED_CANDIDATES = 5
+NUM_SORTED = 1024     # most likely tokens that top-k and top-p look at first
 GREEDY_BELOW = 1e-5  # temperatures below it mean the most likely token
 
 
@@ -101,26 +102,22 @@ class Sampler:
     ) -> list[TokensSampled]:
         """What was chosen among what; the log-probabilities are those of the raw logits."""
         chosen = torch.tensor(sampled, device=logits.device)
-        entries = top_logprobs(logits, chosen, [NUM_TRACED_CANDIDATES] * len(sampled))
-        events = []
-        for batch_idx, (request, entry) in enumerate(zip(requests, entries, strict=True)):
-            candidates = [
-                Candidate(token_id=token_id, text=self._text(token_id), logprob=_finite(logprob))
-                for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True)
-            ]
-            token_id = sampled[batch_idx]
-            events.append(
-                TokensSampled(
-                    request_id=request.req_id,
-                    row=batch_idx,
-                    token_id=token_id,
-                    text=self._text(token_id),
-                    logprob=next(c.logprob for c in candidates if c.token_id == token_id),
-                    top=candidates[-NUM_TRACED_CANDIDATES:],
-                    kept=not is_discarded[batch_idx],
-                )
+        rows = _most_likely(logits, chosen, NUM_TRACED_CANDIDATES)
+        return [
+            TokensSampled(
+                request_id=request.req_id,
+                row=batch_idx,
+                token_id=token_id,
+                text=self._text(token_id),
+                logprob=_finite(logprob),
+                top=[
+                    Candidate(token_id=candidate, text=self._text(candidate), logprob=_finite(value))
+                    for candidate, value in zip(ids, values, strict=True)
+                ],
+                kept=not is_discarded[batch_idx],
             )
-        return events
+            for batch_idx, (request, (token_id, logprob, ids, values)) in enumerate(zip(requests, rows, strict=True))
+        ]
 
     def _text(self, token_id: int) -> str | None:
         return self.token_text(token_id) if self.token_text else None
@@ -135,18 +132,29 @@ def top_logprobs(
 
     Logits [0, 2, 1] with token 0 chosen and one candidate wanted: ids [0, 1], rank 3.
     """
-    logprobs = logits.log_softmax(-1, dtype=torch.float32)                     # [N, vocab]
-    chosen = logprobs.gather(-1, token_ids[:, None])                           # [N, 1]
-    ranks = (logprobs >= chosen).sum(-1).tolist()
-    top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    ranks = (logits >= logits.gather(-1, token_ids[:, None])).sum(-1).tolist()
+    candidates = _most_likely(logits, token_ids, max(counts))
     entries = []
-    for row, count in enumerate(counts):
-        ids, values = top.indices[row, :count].tolist(), top.values[row, :count].tolist()
-        token_id = int(token_ids[row])
+    for (token_id, logprob, ids, values), count, rank in zip(candidates, counts, ranks, strict=True):
+        ids, values = ids[:count], values[:count]
         if token_id not in ids:
-            ids, values = [token_id, *ids], [chosen[row].item(), *values]
-        entries.append(TopLogprobs(token_ids=ids, logprobs=values, rank=ranks[row]))
+            ids, values = [token_id, *ids], [logprob, *values]
+        entries.append(TopLogprobs(token_ids=ids, logprobs=values, rank=rank))
     return entries
+
+
+def _most_likely(
+    logits: Tensor,     # [N, vocab]   raw
+    token_ids: Tensor,  # [N] int64    chosen
+    count: int,
+) -> list[tuple[int, float, list[int], list[float]]]:
+    """Per row: the chosen token and its log-probability, then the ``count`` most likely ones and theirs."""
+    logits = logits.float()
+    total = logits.logsumexp(-1, keepdim=True)                                 # [N, 1]
+    top = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    chosen = (logits.gather(-1, token_ids[:, None]) - total)[:, 0].tolist()
+    columns = token_ids.tolist(), chosen, top.indices.tolist(), (top.values - total).tolist()
+    return list(zip(*columns, strict=True))
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
@@ -167,19 +175,36 @@ def _keep_top_k_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
     """Keep the k most likely tokens, and of those the fewest whose probabilities reach p.
 
     Probabilities 0.5, 0.3, 0.15, 0.05 with top_p 0.7 keep the first two: 0.5 alone does not reach it.
+    A token stays while those before it, in falling order, sum to less than p. Sorting a whole
+    vocabulary is slow, so the most likely NUM_SORTED are tried first; they suffice if each row drops
+    the last of them, and with it everything behind.
     """
     vocab_size = logits.shape[-1]
     ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    if min(ks) == vocab_size and all(p.top_p == 1 for p in params):
+    cut = [row for row, p in enumerate(params) if ks[row] < vocab_size or p.top_p < 1]
+    if not cut:
         return logits
-    ascending, order = logits.sort(dim=-1)
-    kth = ascending.gather(-1, vocab_size - torch.tensor(ks, device=logits.device)[:, None])  # [N, 1] k-th largest
-    ascending = ascending.masked_fill(ascending < kth, float("-inf"))
-    below = ascending.softmax(-1).cumsum(-1)                                                   # [N, vocab]
-    is_dropped = below <= 1 - _column([p.top_p for p in params], logits)
-    is_dropped[:, -1] = False  # the most likely token always stays
-    ascending = ascending.masked_fill(is_dropped, float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, order, ascending)
+    if len(cut) < len(params):  # rows that keep everything would need the whole vocabulary sorted
+        logits = logits.clone()
+        logits[cut] = _keep_top_k_top_p(logits[cut], [params[row] for row in cut])
+        return logits
+    top_p = _column([p.top_p for p in params], logits)
+    for width in (min(NUM_SORTED, vocab_size), vocab_size):
+        falling, order = logits.topk(width, dim=-1)                                        # [N, width]
+        last = torch.tensor([min(k, width) - 1 for k in ks], device=logits.device)[:, None]
+        is_kept = falling >= falling.gather(-1, last)                                      # ties with the k-th stay
+        kept_by_k = falling.masked_fill(~is_kept, float("-inf"))
+        total = torch.where(  # of what top_k leaves; everything where a row sets none
+            torch.tensor(ks, device=logits.device)[:, None] < vocab_size,
+            kept_by_k.logsumexp(-1, keepdim=True),
+            logits.logsumexp(-1, keepdim=True),
+        )
+        probs = (kept_by_k - total).exp()
+        is_kept &= (probs.cumsum(-1) - probs < top_p) | (top_p == 1)                       # 1 keeps all, rounded or not
+        if not is_kept[:, -1].any():
+            break
+    kept = falling.masked_fill(~is_kept, float("-inf"))
+    return torch.full_like(logits, float("-inf")).scatter_(-1, order, kept)
 
 
 def _finite(logprob: float) -> float | None:
