@@ -45,8 +45,15 @@ def test_requests_of_a_group_share_exactly_their_prefix():
     ids = [workload.prompt_token_ids(r) for r in (a, b, c)]
     assert ids[0][:6] == ids[1][:6] and [len(i) for i in ids] == [10, 9, 9]
     outputs = [list(workload.output_token_ids(r)) for r in (a, b, c)]
-    rest = ids[0][6:] + ids[1][6:] + ids[2] + [t for out in outputs for t in out]
-    assert len(set(rest)) == len(rest) and not set(rest) & set(ids[0][:6])
+    texts = [prompt + out for prompt, out in zip(ids, outputs, strict=True)]
+    for one, other, shared in ((0, 1, 6), (0, 2, 0), (1, 2, 0)):
+        same = [p for p, (x, y) in enumerate(zip(texts[one], texts[other], strict=False)) if x == y]
+        assert same == list(range(shared))
+
+
+def test_more_requests_than_token_ids_still_share_nothing():
+    workload = Workload("w", "", [SimulatedRequest(f"r{i}", 0, 2, 1) for i in range(40_000)])
+    assert len({workload.prompt_token_ids(r)[0] for r in workload.requests}) == 40_000
 
 
 def test_shared_prefixes_are_found_by_the_prefix_cache():

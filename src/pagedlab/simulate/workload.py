@@ -1,8 +1,9 @@
 """Workloads without text: when requests arrive, how long they are, and what they share.
 
-Time is counted in steps. Token ids are derived, not stored: token p of a request is the p-th token
-of its prefix group as far as the group's common prefix reaches, then of the request itself, so two
-requests share exactly what their group shares, and the prefix cache finds exactly that.
+Time is counted in steps. Token ids are derived, not stored: token p of a request is the p-th of its
+prefix group as far as the group's common prefix reaches, then the p-th of the request itself. Two
+different sources never have the same id at the same position, so the prefix cache finds exactly what
+a group shares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pagedlab.kv.hashing import request_block_hasher
 from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
 
-MAX_TOKENS = 1 << 20  # most tokens of one request, and the distance between two sources of ids
+MAX_TOKENS = 1 << 20     # most tokens of one request
+MIN_VOCABULARY = 32_768  # so many token ids, or one per source if there are more sources
+STRIDE = 7               # neighbours in one text have different ids
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,15 @@ class Workload:
         self._sources = {name: source for source, name in enumerate(names)}
 
     def prompt_token_ids(self, request: SimulatedRequest) -> list[int]:
-        """With groups A and B and requests r0 … the ids of B's prefix are 2**20, 2**20 + 1, …"""
-        own = self._first_id(f"request {request.request_id}")
+        """Source 5 of the request and source 0 of its group, 2 tokens shared: [0, 7, 19, 26, …]."""
         shared = 0
         if request.prefix_group is not None:
             shared = min(request.num_prefix_tokens, request.num_prompt_tokens)
-        start = self._first_id(f"group {request.prefix_group}") if shared else 0
-        return [*range(start, start + shared), *range(own + shared, own + request.num_prompt_tokens)]
+        own = self._tokens(f"request {request.request_id}", shared, request.num_prompt_tokens - shared)
+        return [*self._tokens(f"group {request.prefix_group}", 0, shared), *own] if shared else list(own)
 
-    def output_token_ids(self, request: SimulatedRequest) -> range:
-        first = self._first_id(f"request {request.request_id}") + request.num_prompt_tokens
-        return range(first, first + request.num_output_tokens)
+    def output_token_ids(self, request: SimulatedRequest) -> Sequence[int]:
+        return self._tokens(f"request {request.request_id}", request.num_prompt_tokens, request.num_output_tokens)
 
     def make_request(self, request: SimulatedRequest, block_size: int, enable_prefix_caching: bool) -> Request:
         params = SamplingParams(temperature=0, max_tokens=request.num_output_tokens)
@@ -73,8 +74,27 @@ class Workload:
             block_hasher=request_block_hasher(block_size) if enable_prefix_caching else None,
         )
 
-    def _first_id(self, source: str) -> int:
-        return self._sources[source] * MAX_TOKENS
+    def _tokens(self, source: str, first: int, count: int) -> DerivedTokens:
+        return DerivedTokens(self._sources[source], first, count, max(MIN_VOCABULARY, len(self._sources)))
+
+
+@dataclass(frozen=True)
+class DerivedTokens(Sequence[int]):
+    """Tokens ``first`` … of one source, made when asked for: (source + 7 · position) mod vocabulary."""
+
+    source: int
+    first: int
+    length: int
+    vocabulary: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """One token; slices are not needed and not there."""
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return (self.source + STRIDE * (self.first + index)) % self.vocabulary
 
 
 def read_jsonl(path: Path) -> Workload:
