@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pagedlab.attention.layer import Attention
@@ -78,6 +79,13 @@ def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Ca
     return max(available, 0), "profiled", terms
 
 
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """[size] int8. On a CPU the system zeroes each page at its first use, so a large pool starts at once."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size, np.int8))
+    return torch.zeros(size, dtype=torch.int8, device=device)
+
+
 def allocate_kv_cache(config: KVCacheConfig, layers: Mapping[str, Attention], device: torch.device) -> None:
     """Make the buffers and give every layer its view.
 
@@ -87,7 +95,7 @@ def allocate_kv_cache(config: KVCacheConfig, layers: Mapping[str, Attention], de
     specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     shapes = []
     for tensor in config.kv_cache_tensors:
-        buffer = torch.zeros(tensor.size, dtype=torch.int8, device=device)
+        buffer = _zeros(tensor.size, device)
         for name in tensor.shared_by:
             spec = specs[name]
             shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)

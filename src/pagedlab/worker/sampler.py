@@ -189,7 +189,8 @@ def _keep_top_k_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
         logits[cut] = _keep_top_k_top_p(logits[cut], [params[row] for row in cut])
         return logits
     top_p = _column([p.top_p for p in params], logits)
-    for width in (min(NUM_SORTED, vocab_size), vocab_size):
+    all_ks_fit = all(k <= NUM_SORTED or k == vocab_size for k in ks)
+    for width in (min(NUM_SORTED, vocab_size) if all_ks_fit else vocab_size, vocab_size):
         falling, order = logits.topk(width, dim=-1)                                        # [N, width]
         last = torch.tensor([min(k, width) - 1 for k in ks], device=logits.device)[:, None]
         is_kept = falling >= falling.gather(-1, last)                                      # ties with the k-th stay
