@@ -125,7 +125,7 @@ def _preempted_lines(step: StepTrace, e: RequestPreempted) -> list[str]:
     if kept:
         lines.append("The others are shared and still held.")
     if e.num_tokens_taken_back:
-        lines.append(f"It had been granted {_tokens(e.num_tokens_taken_back)} in this same step; they were taken back.")
+        lines.append(f"What it had been granted in this same step, {_tokens(e.num_tokens_taken_back)}, was taken back.")
     return lines
 
 
@@ -207,7 +207,7 @@ def _prefix_lines(e: PrefixMatched) -> list[str]:
         hit += f" (block {ids})"
     rest = e.num_tokens - e.num_computed_tokens
     if e.why == "partial_block":
-        what = f"the rest, {_tokens(rest)}," if e.num_computed_tokens else f"its {_tokens(e.num_tokens)} together"
+        what = f"the rest, {_tokens(rest)}," if e.num_computed_tokens else f"all its {_tokens(e.num_tokens)}"
         because = f"{what} cannot fill a block of {e.block_size}, and only full blocks are reusable"
     elif e.why == "last_token_must_be_computed":
         because = f"the last token must be computed to get logits, and hits are whole blocks, so {_tokens(rest)} remain"
@@ -278,6 +278,8 @@ def journey(trace: Trace, request_id: str) -> Answer:
     events = trace.requests[request_id].events if request_id in trace.requests else []
     rows = _rows_of_snapshot(trace, request_id)
     for e in events:
+        if type(e) is RequestPreempted and e.request_id == request_id and e.num_tokens_taken_back:
+            rows.pop()  # the grant of this same step, which never came about
         rows += _rows_of_event(trace, request_id, e)
     rows += _rows_not_reached(trace, request_id, events)
     _add_up(trace, request_id, events, totals)
@@ -310,7 +312,7 @@ def _rows_of_event(trace: Trace, request_id: str, e: Event) -> list[_Row]:
             return [_Row(e.seq, e.step, f"never entered: {e.message.rstrip('.')}", after=True)]
         case RequestConsidered(queue="waiting", outcome="scheduled"):
             hit = f"{_tokens(e.num_computed_tokens)} from the prefix cache, " if e.num_computed_tokens else ""
-            return [_Row(e.seq, e.step, f"admitted: {hit}got {_granted(e)}")]
+            return [_Row(e.seq, e.step, f"admitted: {hit}got {_granted(e)}{_lost_hit(trace, e)}")]
         case RequestConsidered(outcome="scheduled"):
             decode = e.num_tokens_wanted == e.num_tokens_granted == 1
             return [_Row(e.seq, e.step, "1 token" if decode else f"got {_granted(e)}", "decode" if decode else "")]
@@ -327,6 +329,16 @@ def _rows_of_event(trace: Trace, request_id: str, e: Event) -> list[_Row]:
         case RequestFinished() if e.finish_reason != "abort":
             return [_Row(e.seq, e.step, f"finished: {_finish_words(e)}")]
     return []
+
+
+def _lost_hit(trace: Trace, admitted: RequestConsidered) -> str:
+    """Where the prefix cache had something close, why it was not that."""
+    mine = [e for e in trace.steps[admitted.step] if getattr(e, "request_id", None) == admitted.request_id]
+    matched = _last(mine, PrefixMatched)
+    if matched is None or (matched.why not in ("evicted", "reset") and matched.key_differs is None):
+        return ""
+    sentence = _prefix_lines(matched)[-1].rstrip(".")
+    return f"; the hit stopped at block {matched.stopped_at_block}: {sentence[0].lower()}{sentence[1:]}"
 
 
 def _rows_not_reached(trace: Trace, request_id: str, events: list[Event]) -> list[_Row]:
