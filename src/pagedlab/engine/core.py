@@ -148,7 +148,7 @@ class EngineCore:
         return [self.token_text(t) for t in token_ids] if self.token_text else None
 
     def _end_hopeless(self, scheduler_output: SchedulerOutput, num_outputs: int) -> list[EngineCoreOutput]:
-        request = self._watch.hopeless(self.scheduler, scheduler_output.num_scheduled_tokens, num_outputs)
+        request = self._watch.hopeless(self.scheduler, scheduler_output, num_outputs)
         if request is None:
             return []
         message, numbers = explain_hopeless(self.scheduler, request)

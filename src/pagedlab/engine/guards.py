@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pagedlab.errors import UserError
 from pagedlab.request import Request
+from pagedlab.sched.output import SchedulerOutput
 from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import RequestRefused, Scalar
 from pagedlab.trace.tracer import trace
@@ -93,20 +94,20 @@ class ProgressWatch:
         self._furthest: dict[str, int] = {}  # request -> most tokens ever computed
         self._steps_without = 0
 
-    def hopeless(self, scheduler: Scheduler, scheduled: dict[str, int], num_outputs: int) -> Request | None:
+    def hopeless(self, scheduler: Scheduler, output: SchedulerOutput, num_outputs: int) -> Request | None:
         """To be asked after each step; the request at fault once 100 steps brought nothing.
 
         That is the running request if there is one (it preempts itself again and again), else the
         head of the waiting queue (it does not fit, and nobody may overtake it).
         """
+        for request_id in output.finished_req_ids:
+            self._furthest.pop(request_id, None)  # the id may come again
         progress = num_outputs > 0
-        for request_id in scheduled:
+        for request_id in output.num_scheduled_tokens:
             request = scheduler.requests.get(request_id)
             if request is not None and request.num_computed_tokens > self._furthest.get(request_id, 0):
                 self._furthest[request_id] = request.num_computed_tokens
                 progress = True
-            elif request is None:
-                self._furthest.pop(request_id, None)
         self._steps_without = 0 if progress or not scheduler.requests else self._steps_without + 1
         if self._steps_without < MAX_STEPS_WITHOUT_PROGRESS:
             return None
