@@ -50,6 +50,12 @@ def test_trace_shows_and_saves_the_same_run(pagedlab, tmp_path):
     assert trace.header.config["num_blocks"] == 64
 
 
+def test_trace_writes_the_page_of_the_run(pagedlab, tmp_path):
+    status, _, err = pagedlab(*TRACE, "--html", str(tmp_path / "t.html"))
+    assert status == 0 and err.startswith("pagedlab: the page is ")
+    assert (tmp_path / "t.html").read_text().startswith("<!doctype html>") and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "record"),
     [((), "tensors"), (("--record", "decisions"), "decisions"), (("--detail", "kernels"), "kernels"),
@@ -174,6 +180,8 @@ BAD_INPUT = [
     ("unknown device", ["a", "--device", "tpu"], "device is 'tpu'"),
     ("unknown detail", ["a", "--detail", "all"], "--detail is 'all'"),
     ("unknown record", ["a", "--record", "all"], "--record is 'all'"),
+    ("a page of decisions", ["a", "--html", "t.html", "--record", "decisions"], "--html needs"),
+    ("a page nowhere", ["a", "--html", "no/such/t.html"], "cannot write the page"),
     ("bad layers", ["a", "--layers", "x"], "--layers is 'x'"),
     ("unknown option", ["a", "--blocksize", "4"], "--blocksize"),
     ("not a number", ["a", "--block-size", "big"], "--block-size"),

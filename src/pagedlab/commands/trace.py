@@ -36,6 +36,9 @@ def trace(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Save the trace: .jsonl, or .jsonl.zst, compressed.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the interactive page of the run as well.")
+    ] = None,
     detail: Annotated[
         str | None, typer.Option("--detail", help=f"How much to show: {', '.join(LEVELS)}; default blocks.")
     ] = None,
@@ -60,8 +63,12 @@ def trace(
         raise UserError("give prompts or --scenario, not both.")
     from pagedlab.viz.terminal import TerminalTracer
 
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise UserError(f"cannot write the page {html}: give a file in a directory that exists.")
+    if html is not None and LEVELS.index(saved) < LEVELS.index("blocks"):
+        raise UserError(f"--html needs --record blocks or finer, not {saved}.")
     file = TraceFile(out) if out is not None else None
-    with _Recording(file, TerminalTracer(detail=shown, pause=pause), saved, wanted_layers):
+    with _Recording(file, html, TerminalTracer(detail=shown, pause=pause), saved, wanted_layers):
         if scenario is not None:
             _run_scenario(scenario, knobs)
         else:
@@ -69,15 +76,16 @@ def trace(
 
 
 class _Recording:
-    """Traces a block into a file and a view; whatever ends it, what was traced until then is saved.
+    """Traces a block into a view, a file and a page; whatever ends it, what was traced until then is saved.
 
     Events are held back until the first step begins, so a run that is refused shows and writes nothing.
     """
 
     def __init__(
-        self, file: TraceFile | None, view: TerminalTracer, record: Level, layers: str | list[int]
+        self, file: TraceFile | None, page: Path | None, view: TerminalTracer, record: Level, layers: str | list[int]
     ) -> None:
-        self._file, self._view, self._record, self._layers = file, view, record, layers
+        self._file, self._page, self._view, self._record, self._layers = file, page, view, record, layers
+        self._events: list[Event] = []  # for the page
         self._held: list[Event] | None = []
 
     def append(self, event: Event, /) -> None:
@@ -93,6 +101,8 @@ class _Recording:
     def _pass_on(self, event: Event) -> None:
         if self._file is not None:
             self._file.append(event)
+        if self._page is not None:
+            self._events.append(event)
         self._view.append(event)
 
     def __enter__(self) -> None:
@@ -104,11 +114,20 @@ class _Recording:
             if self._held is None:
                 self._view.close()
         finally:
-            if self._file is not None and self._held is None:
-                self._file.close()
-                is_whole = kind is None or not issubclass(kind, KeyboardInterrupt)
-                what = "the trace is" if is_whole else "interrupted; the trace until here is"
-                print(f"pagedlab: {what} in {self._file.path}", file=sys.stderr)
+            if self._held is None:
+                self._save("interrupted; " if kind is not None and issubclass(kind, KeyboardInterrupt) else "")
+
+    def _save(self, interrupted: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            until_here = " until here" if interrupted else ""
+            print(f"pagedlab: {interrupted}the trace{until_here} is in {self._file.path}", file=sys.stderr)
+        if self._page is not None:
+            from pagedlab.trace.trace import Trace
+            from pagedlab.viewer.page import write_page
+
+            write_page(Trace(self._events), self._page)
+            print(f"pagedlab: the page is {self._page}", file=sys.stderr)
 
 
 def _levels(detail: str | None, record: str | None) -> tuple[Level, Level]:

@@ -397,7 +397,7 @@ def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int
     try:
         worker.initialize_from_config(kv_cache_config, max_model_len)
     except (RuntimeError, MemoryError) as e:
-        if "memory" not in str(e).lower():
+        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
             raise
         size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         raise UserError(
