@@ -18,6 +18,7 @@ from pagedlab.commands.conformance import conformance
 from pagedlab.commands.doctor import doctor
 from pagedlab.commands.generate import generate
 from pagedlab.commands.inspect import check, diff, replay, why
+from pagedlab.commands.scenario_from import scenario_from
 from pagedlab.commands.scenarios import scenarios
 from pagedlab.commands.trace import trace
 from pagedlab.commands.view import view
@@ -40,6 +41,7 @@ app = typer.Typer(
 for command in (trace, replay, view, why, check, diff, conformance, scenarios, generate, bench, doctor):
     app.command()(command)
 app.command("simulate")(simulate_command)
+app.command("scenario-from")(scenario_from)
 
 
 def _print_version(wanted: bool) -> None:

@@ -45,13 +45,21 @@ DECISIONS: dict[str, tuple[str, ...]] = {
 }
 _NOT_COMPARED = (TraceHeader, EngineSnapshot, TraceGap, TraceFinished)
 _ENVELOPE = ("seq", "engine", "t_ns")
+_COMPARED: dict[type[Event], tuple[str, ...]] = {}
 
 
 def canonical(event: Event) -> dict[str, Any]:
     """The event as plain data, without what is volatile; stored examples compare this."""
-    fields = {name: msgspec.to_builtins(getattr(event, name)) for name in event.__struct_fields__
-              if name not in _ENVELOPE and name not in event.volatile}
-    return {"kind": kind_of(event), **fields}
+    return {"kind": kind_of(event), **{name: msgspec.to_builtins(getattr(event, name)) for name in _compared(event)}}
+
+
+def _compared(event: Event) -> tuple[str, ...]:
+    """Names of the fields of the canonical form."""
+    cls = type(event)
+    if cls not in _COMPARED:
+        left_out = (*_ENVELOPE, *event.volatile)
+        _COMPARED[cls] = tuple(name for name in event.__struct_fields__ if name not in left_out)
+    return _COMPARED[cls]
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,7 @@ def differing_fields(a: Event | None, b: Event | None) -> tuple[str, ...] | None
         return None
     if getattr(a, "request_id", None) != getattr(b, "request_id", None):
         return None
-    left, right = canonical(a), canonical(b)
-    return tuple(name for name in left if _ordered(left[name]) != _ordered(right[name]))
+    return tuple(name for name in _compared(a) if _ordered(getattr(a, name)) != _ordered(getattr(b, name)))
 
 
 def _ordered(value: Any) -> Any:
