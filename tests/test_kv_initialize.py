@@ -124,7 +124,7 @@ def resolve(specs, num_bytes, max_model_len, model_max_len=40_960, num_blocks=No
 def test_exactly_enough_bytes_passes_0_14_1_and_is_refused_here_because_of_the_null_block():
     specs = layers("F", 28)
     get_kv_cache_configs([specs], [128 * 1_835_008], max_model_len=2048)
-    with pytest.raises(NotEnoughMemory, match=r"needs 128 blocks .* hold 127 usable"):
+    with pytest.raises(NotEnoughMemory, match=r"needs 128 blocks, .* hold 127 usable"):
         resolve(specs, 128 * 1_835_008, 2048)
     assert resolve(specs, 129 * 1_835_008, 2048) == (2048, None)
 

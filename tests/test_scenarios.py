@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import pagedlab.scenarios.scenario as scenario_module
 from pagedlab.errors import UserError
 from pagedlab.scenarios.library import builtin_names, list_scenarios, load_scenario
 from pagedlab.scenarios.run import run
@@ -102,6 +103,12 @@ def test_a_scenario_without_a_script_adds_everything_before_step_0():
     scenario = Scenario.from_document({k: v for k, v in GOOD.items() if k != "script"}, "mine.json")
     assert scenario.actions_before(0) == [("add", "r0")]
     assert run(scenario).token_ids == {"r0": [7, 8]}
+
+
+def test_the_example_in_the_format_s_description_runs():
+    text = scenario_module.__doc__
+    example = json.loads(text[text.index("    {\n") : text.index("    }\n\n") + 6])
+    assert run(Scenario.from_document(example, "example")).token_ids == {"r0": [7, 8], "r1": [9]}
 
 
 def test_a_scenario_with_text_needs_a_model_and_says_so_when_run_without():

@@ -9,7 +9,6 @@ from pagedlab.errors import UserError
 from pagedlab.kv.initialize import (
     InconsistentWorkers,
     NotEnoughMemory,
-    Specs,
     UnequalPages,
     checked_need_bytes,
     get_kv_cache_configs,
@@ -82,7 +81,7 @@ def compute_case(inputs: dict[str, Any]) -> dict[str, Any]:
         )
     except UserError as error:
         return out | {"error": _error(error)}
-    return out | _describe_pool(configs, specs_by_worker) | _describe_limits(groups, configs[0], *lengths)
+    return out | _describe_pool(configs) | _describe_limits(groups, configs[0], *lengths)
 
 
 def _spec(spec: dict[str, Any]) -> AttentionSpec:
@@ -109,12 +108,12 @@ def _error(error: UserError) -> dict[str, Any]:
     return {"type": "ValueError"} | ({"estimated_max_model_len": fitting} if fitting else {})
 
 
-def _describe_pool(configs: list[KVCacheConfig], specs_by_worker: list[Specs]) -> dict[str, Any]:
+def _describe_pool(configs: list[KVCacheConfig]) -> dict[str, Any]:
     first = configs[0]
     return {
         "num_blocks": first.num_blocks,
         "usable_blocks": first.num_blocks - 1,
-        "groups": [_describe_group(group, first.num_blocks, specs_by_worker[0]) for group in first.kv_cache_groups],
+        "groups": [_describe_group(group, first.num_blocks) for group in first.kv_cache_groups],
         "workers": [
             {
                 "group_layer_names": [list(group.layer_names) for group in config.kv_cache_groups],
@@ -126,7 +125,7 @@ def _describe_pool(configs: list[KVCacheConfig], specs_by_worker: list[Specs]) -
     }
 
 
-def _describe_group(group: KVCacheGroupSpec, num_blocks: int, own_layers: Specs) -> dict[str, Any]:
+def _describe_group(group: KVCacheGroupSpec, num_blocks: int) -> dict[str, Any]:
     spec = group.kv_cache_spec
     window = {} if spec.sliding_window is None else {"sliding_window": spec.sliding_window}
     if not group.layer_specs:
@@ -141,9 +140,7 @@ def _describe_group(group: KVCacheGroupSpec, num_blocks: int, own_layers: Specs)
         "block_size": spec.block_size,
         "page_size_bytes": group.page_size_bytes,
         "page_size_bytes_by_layer": {name: s.page_size_bytes for name, s in group.layer_specs.items()},
-        "kv_cache_shape_by_layer": {
-            name: _shape(s, num_blocks) for name, s in group.layer_specs.items() if name in own_layers
-        },
+        "kv_cache_shape_by_layer": {name: _shape(s, num_blocks) for name, s in group.layer_specs.items()},
         "scheduler_sees": {
             "kind": spec.kind,
             "block_size": spec.block_size,

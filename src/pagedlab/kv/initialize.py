@@ -146,11 +146,11 @@ def _does_not_fit(
     config: KVCacheConfig, available_bytes: int, length: int, num_needed: int, fitting: int
 ) -> NotEnoughMemory:
     per_block = _bytes_per_block(config.kv_cache_groups)
-    advice = f"give max_model_len {fitting} or less, or at least" if fitting else "give at least"
+    advice = f"give max_model_len {fitting} or less, or" if fitting else "give"
     return NotEnoughMemory(
-        f"one request of max_model_len {length:,} needs {num_needed:,} blocks and {available_bytes:,} bytes hold "
-        f"{max(config.num_blocks - 1, 0):,} usable ones (of {per_block:,} bytes; one more is the null block): "
-        f"{advice} {(num_needed + 1) * per_block} bytes of KV-cache memory.",
+        f"one request of max_model_len {length:,} needs {num_needed:,} blocks, but {available_bytes:,} bytes hold "
+        f"{max(config.num_blocks - 1, 0):,} usable blocks beside the null block, at {per_block:,} bytes each: "
+        f"{advice} at least {(num_needed + 1) * per_block} bytes of KV-cache memory.",
         fitting,
     )
 

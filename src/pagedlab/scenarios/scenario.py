@@ -1,7 +1,22 @@
 """A scenario: a small configuration, some requests and a script of what happens before which step.
 
 ``pagedlab-scenario/1`` is the inputs part of ``pagedlab-conformance/1``, so every recording is a
-scenario. With ``sampled_token_ids`` it runs without a model, else with one.
+scenario. With ``sampled_token_ids`` it runs without a model, else with one:
+
+    {
+      "format": "pagedlab-scenario/1",
+      "name": "late", "about": "The second request comes two steps later.",
+      "config": {"block_size": 4, "num_blocks": 8, "max_model_len": 32},
+      "requests": {
+        "r0": {"prompt_token_ids": [1, 2, 3], "max_tokens": 2, "sampled_token_ids": [7, 8]},
+        "r1": {"prompt_token_ids": [1, 2, 4], "max_tokens": 1, "sampled_token_ids": [9]}
+      },
+      "script": [{"before_step": 0, "add": ["r0"]}, {"before_step": 2, "add": ["r1"]}]
+    }
+
+A script entry has one action: ``add`` or ``abort`` with ids, or ``reset_prefix_cache``. For a model,
+leave ``sampled_token_ids`` out, give ``prompt`` as text if you like, ``sampling`` (fields of
+SamplingParams) per request, and ``model`` beside ``config``; null is the embedded one.
 """
 
 from __future__ import annotations
