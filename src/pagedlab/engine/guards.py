@@ -6,6 +6,8 @@ guards live outside it: the door refuses what can never fit, and a watch ends wh
 
 from __future__ import annotations
 
+from math import lcm
+
 from pagedlab.errors import UserError
 from pagedlab.request import Request
 from pagedlab.sched.output import SchedulerOutput
@@ -70,17 +72,26 @@ def most_blocks_held(scheduler: Scheduler, num_tokens: int) -> int:
 
     Full attention keeps every block. A sliding window first frees what is out of sight and then
     takes the next chunk's blocks, so with chunks its pool can be smaller than the prompt.
+    A request that lacks blocks preempts itself; with caching it comes back with a hit of whole blocks,
+    and a window that ends with a block may then need one block less.
     """
-    config = scheduler.config
+    config, manager = scheduler.config, scheduler.kv_cache_manager
+    usable = manager.block_pool.num_blocks - 1
     chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or num_tokens)
-    most = 0
-    for computed in range(0, num_tokens, chunk):
+    alignment = lcm(*(group.block_size for group in manager.groups))
+    most, computed, tried = 0, 0, set()
+    while computed < num_tokens:
         known = min(computed + chunk, num_tokens)
         held = sum(
-            -(-known // group.block_size) - group.num_skipped_blocks(computed)
-            for group in scheduler.kv_cache_manager.groups
+            -(-known // group.block_size) - group.num_skipped_blocks(computed) for group in manager.groups
         )
+        resumed = computed // alignment * alignment
+        if held > usable and manager.enable_caching and resumed < computed and computed not in tried:
+            tried.add(computed)
+            computed = resumed
+            continue
         most = max(most, held)
+        computed = known
     return most
 
 
