@@ -10,6 +10,7 @@ import pytest
 from pagedlab.trace.check import check
 from pagedlab.trace.diff import canonical
 from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved, kind_of
+from pagedlab.trace.file import TraceFile, load_trace
 from pagedlab.trace.state import Fold, same, walk_live
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 replace = msgspec.structs.replace
 
 
-def play(runner, level, seed=0, num_steps=45, after_step=None, **knobs):
+def play(runner, level, seed=0, num_steps=45, after_step=None, sink=None, **knobs):
     """Requests that share beginnings, in a pool too small for all; returns the tokens by request."""
     from pagedlab import LLM, SamplingParams
 
@@ -27,7 +28,7 @@ def play(runner, level, seed=0, num_steps=45, after_step=None, **knobs):
     knobs = {**sizes, "runner": runner, **knobs}
     events = []
     if level:
-        trace.start(events, record=level)
+        trace.start(events, *([sink] if sink is not None else []), record=level)
     try:
         llm, tokens, added = LLM(**knobs), {}, 0
         bases = [[rng.randrange(20, 60) for _ in range(20)] for _ in range(2)]
@@ -95,6 +96,13 @@ def test_tokens_are_the_same_with_tracing_off_and_on(runner):
     for level in ("steps", "blocks", "kernels"):
         traced, _ = play(runner, level)
         assert traced == untraced, level
+
+
+def test_no_event_is_changed_after_it_was_emitted(tmp_path):
+    """What was written at once equals what the events say at the end of the run."""
+    with TraceFile(tmp_path / "live.jsonl") as sink:
+        _, events = play("persistent", "kernels", num_steps=30, sink=sink)
+    assert load_trace(tmp_path / "live.jsonl") == events
 
 
 def test_the_same_run_twice_is_the_same_canonical_trace():

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pagedlab.trace.events import (
+    KINDS,
     LEVELS,
     EngineSnapshot,
     Event,
@@ -43,7 +44,8 @@ DECISIONS: dict[str, tuple[str, ...]] = {
     "request_output": ("request_id", "new_token_ids", "finish_reason"),
     "request_finished": ("request_id", "finish_reason"),
 }
-_NOT_COMPARED = (TraceHeader, EngineSnapshot, TraceGap, TraceFinished)
+_NOT_COMPARED = {TraceHeader, EngineSnapshot, TraceGap, TraceFinished}
+_TEXTS = ("prompt", "prompt_token_texts", "text", "sampling")  # what was asked for is among the notes
 _ENVELOPE = ("seq", "engine", "t_ns")
 _COMPARED: dict[type[Event], tuple[str, ...]] = {}
 
@@ -108,15 +110,19 @@ class Difference:
 def diff(a: Trace, b: Trace) -> Difference | None:
     """The first decision in which two runs part, else the first number that differs, else None.
 
-    Traces of different levels are compared at what both hold.
+    Traces of different levels are compared at what both hold. Numbers are compared in the kinds of
+    events that both hold, since a run without a model has no worker to speak; texts are not.
     """
     depth = min(LEVELS.index(a.header.record), LEVELS.index(b.header.record))
-    for only_decisions in (True, False):
-        events_a, events_b = _comparable(a, depth, only_decisions), _comparable(b, depth, only_decisions)
-        for left, right in zip_longest(events_a, events_b):
+    held = [{type(e) for e in t if LEVELS.index(e.level) <= depth} - _NOT_COMPARED for t in (a, b)]
+    decisions = {KINDS[kind] for kind in DECISIONS if LEVELS.index(KINDS[kind].level) <= depth}
+    for kinds in (decisions, held[0] & held[1]):
+        only_decisions = kinds is decisions
+        for left, right in zip_longest(_comparable(a, kinds), _comparable(b, kinds)):
             fields = differing_fields(left, right)
-            if only_decisions and fields:
-                fields = tuple(name for name in fields if name in DECISIONS[kind_of(left)])
+            if fields:
+                kept = DECISIONS[kind_of(left)] if only_decisions else fields
+                fields = tuple(name for name in fields if name in kept and name not in _TEXTS)
             if fields != ():
                 return _explained(a, b, Difference(left, right, fields or (), only_decisions))
     return None
@@ -136,14 +142,11 @@ def _ordered(value: Any) -> Any:
     return list(value.items()) if isinstance(value, dict) else value
 
 
-def _comparable(trace: Trace, depth: int, only_decisions: bool) -> Iterator[Event]:
+def _comparable(trace: Trace, kinds: set[type[Event]]) -> Iterator[Event]:
     engine = trace.engine
     for event in trace:
-        if event.engine != engine or LEVELS.index(event.level) > depth or type(event) in _NOT_COMPARED:
-            continue
-        if only_decisions and (kind_of(event) not in DECISIONS or (type(event) is TokensSampled and not event.kept)):
-            continue
-        yield event
+        if event.engine == engine and type(event) in kinds and not (type(event) is TokensSampled and not event.kept):
+            yield event
 
 
 def _explained(a: Trace, b: Trace, difference: Difference) -> Difference:
@@ -169,14 +172,18 @@ def _notes(a: Trace, b: Trace) -> list[str]:
     notes = []
     for what in ("config", "model"):
         left, right = getattr(a.header, what), getattr(b.header, what)
-        for name in {**left, **right}:
-            if left.get(name) != right.get(name):
-                notes.append(f"{what}: {name} is {_short(left.get(name))} in A and {_short(right.get(name))} in B")
+        if bool(left) != bool(right):
+            notes.append(f"{what}: {'A' if left else 'B'} has one, {'B' if left else 'A'} has none")
+        for name in left:
+            if name in right and left[name] != right[name]:
+                notes.append(f"{what}: {name} is {_short(left[name])} in A and {_short(right[name])} in B")
     asked_a = {e.request_id: e.sampling for e in a if type(e) is RequestAdded}
     asked_b = {e.request_id: e.sampling for e in b if type(e) is RequestAdded}
-    for request_id in asked_a.keys() & asked_b.keys():
-        if asked_a[request_id] != asked_b[request_id]:
-            notes.append(f"sampling of {request_id} differs")
+    for request_id, asked in asked_a.items():
+        for name, value in asked.items():
+            other = asked_b.get(request_id, asked).get(name, value)
+            if value != other:
+                notes.append(f"{request_id} asks for {name} {_short(value)} in A and {_short(other)} in B")
     return notes
 
 

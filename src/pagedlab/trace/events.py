@@ -484,7 +484,7 @@ class StepScheduled(Event, kw_only=True, tag="step_scheduled"):
                 for r in output.scheduled_new_reqs
             ],
             cached=[
-                CachedRequest(request_id=r, num_computed_tokens=computed, new_block_ids=b and list(b),
+                CachedRequest(request_id=r, num_computed_tokens=computed, new_block_ids=None if b is None else list(b),
                               resumed=r in known.resumed_req_ids)
                 for r, computed, b in zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
             ],
