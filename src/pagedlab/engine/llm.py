@@ -357,7 +357,7 @@ class LLM:
             "model": {
                 "name": display_name(self.config.model),
                 **model,
-                "num_parameters": sum(p.numel() for p in worker.runner.model.parameters()),
+                "num_parameters": worker.runner.model.num_parameters,
             },
             "config": {
                 **asdict(self.config),

@@ -44,7 +44,9 @@ class QueryTiles:
     block_m: int              # rows of the score matrix: queries × query heads per key-value head, padded
 
     @classmethod
-    def cut(cls, query_lens: list[int], heads_per_kv_head: int, longest_block_m: int, device: torch.device) -> QueryTiles:
+    def cut(
+        cls, query_lens: list[int], heads_per_kv_head: int, longest_block_m: int, device: torch.device
+    ) -> QueryTiles:
         is_long = max(query_lens, default=0) * heads_per_kv_head > 16
         block_m = max(16, _next_power_of_2(heads_per_kv_head), longest_block_m if is_long else 0)
         step = block_m // heads_per_kv_head

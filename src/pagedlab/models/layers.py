@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagedlab.models.products import Product, fastest_formulation, linear, packed
+
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory that the loader fills; inference needs no gradients."""
@@ -39,10 +41,18 @@ class MergedLinear(nn.Module):
         self.parts = parts
         self.weight = empty_weight(sum(parts.values()), in_features, dtype=dtype, device=device)  # [out, in]
         self.bias = empty_weight(sum(parts.values()), dtype=dtype, device=device) if bias else None  # [out]
+        self.product: Product = linear(self.weight)  # written again only by choose_product
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]"""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def choose_product(self) -> None:
+        """Once the weight is loaded: multiply as is fastest here, and let go of a weight that was packed."""
+        formulation = fastest_formulation(self.weight)
+        self.product = formulation(self.weight)
+        if formulation is packed:
+            self.weight = empty_weight(0, self.weight.shape[1], dtype=self.weight.dtype, device=self.weight.device)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name → the rows of ours that it fills."""

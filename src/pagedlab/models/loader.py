@@ -18,6 +18,7 @@ from torch import Tensor
 from pagedlab.attention.backends import AttentionBackend
 from pagedlab.errors import UserError
 from pagedlab.models.config import ModelConfig
+from pagedlab.models.layers import MergedLinear
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -52,6 +53,10 @@ def load_model(
         with safe_open(shard, framework="pt") as file:
             for name in names:
                 targets[name].copy_(file.get_tensor(name))
+    del targets
+    for module in model.modules():
+        if isinstance(module, MergedLinear):
+            module.choose_product()
     return model
 
 

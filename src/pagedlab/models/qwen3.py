@@ -14,6 +14,7 @@ from pagedlab.attention.backends import AttentionBackend, AttentionLayerConfig
 from pagedlab.attention.layer import Attention
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.layers import GatedMLP, MergedLinear, RMSNorm, RotaryEmbedding, empty_weight, rotate
+from pagedlab.models.products import linear
 
 
 class Qwen3Attention(nn.Module):
@@ -106,9 +107,11 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = MergedLinear(config.hidden_size, {"": config.vocab_size}, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
+            self.lm_head.product = linear(self.embed_tokens)
         self.rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, dtype, device
         )
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())  # a tied head counts once
 
     @property
     def attention_layers(self) -> dict[str, Attention]:
