@@ -34,6 +34,7 @@ from pagedlab.sched.output import (
 from pagedlab.trace.events import RowState
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.batch_events import batch_events
+from pagedlab.worker.cuda_graphs import DecodeGraphs
 from pagedlab.worker.flat_indices import FlatIndices
 from pagedlab.worker.input_batch import InputBatch
 from pagedlab.worker.kv_memory import allocate_kv_cache
@@ -59,6 +60,7 @@ class GPUModelRunner(ABC):
         self.device = device
         self.index_kernels = index_kernels
         self.requests: dict[str, CachedRequestState] = {}
+        self.decode_graphs: DecodeGraphs | None = None
         self.stage_ns: dict[str, int] = {}  # host time of the latest step's parts
 
     def load_model(self, model: Qwen3ForCausalLM, backend: AttentionBackend, sampler: Sampler) -> None:
@@ -80,6 +82,16 @@ class GPUModelRunner(ABC):
                 self.backend.make_builder(group_id, group.kv_cache_spec) for group_id, group in enumerate(self.groups)
             ]
             allocate_kv_cache(kv_cache_config, self.model.attention_layers, self.device)
+            if self._can_use_graphs():
+                self.decode_graphs = DecodeGraphs(
+                    self.model, self.groups, self.metadata_builders, max_num_seqs=self.config.max_num_seqs,
+                    max_model_len=max_model_len, max_num_blocks=self.max_num_blocks, device=self.device,
+                )  # fmt: skip
+
+    def _can_use_graphs(self) -> bool:
+        """A mixture asks the device how many tokens each expert got, which a graph cannot."""
+        on_gpu = self.device.type == "cuda" and self.backend.name == "triton"
+        return on_gpu and not self.config.enforce_eager and not self.model.config.num_experts
 
     # -------------------------------------------------------------- one step
 
@@ -91,10 +103,8 @@ class GPUModelRunner(ABC):
         if not scheduler_output.total_num_scheduled_tokens:
             return ModelRunnerOutput({})
         batch = self._prepare_inputs(scheduler_output)
-        metadata = self._build_metadata(batch)
         prepared = time.perf_counter_ns()
-        with set_forward_context(metadata):
-            hidden = self.model(batch.input_ids, batch.positions)        # [T, hidden_size]
+        hidden = self._forward(batch)                                     # [T or more, hidden_size]
         logits = self.model.compute_logits(hidden[batch.logits_indices])  # [R, vocab]
         computed = time.perf_counter_ns()
         requests = [self.requests[req_id] for req_id in batch.req_ids]
@@ -112,13 +122,22 @@ class GPUModelRunner(ABC):
         }
         return output
 
-    def _build_metadata(self, batch: InputBatch) -> dict[str, Any]:
-        """The forward context: every layer gets what its group's builder made of the batch."""
-        metadata: dict[str, Any] = {}
+    def _forward(self, batch: InputBatch) -> Tensor:
+        """The model on the flat batch: as a CUDA graph where that is possible, else layer by layer.
+
+        Kernels report what they do only when they are launched, so level ``kernels`` runs eagerly.
+        """
+        if self.decode_graphs is not None and not trace.kernels:
+            hidden = self.decode_graphs.run(batch)
+            if hidden is not None:
+                return hidden
+        metadata: dict[str, Any] = {}  # the forward context: every layer gets what its group's builder made
         for group_id, (group, builder) in enumerate(zip(self.groups, self.metadata_builders, strict=True)):
             built = builder.build(CommonAttentionMetadata.from_input_batch(batch, group_id))
             metadata.update(dict.fromkeys(group.layer_names, built))
-        return metadata
+        with set_forward_context(metadata):
+            hidden = self.model(batch.input_ids, batch.positions)
+        return hidden
 
     def _prompt_logprobs(self, batch: InputBatch, hidden: Tensor) -> dict[str, list[TopLogprobs]]:
         """For requests that want it: the logits at position i judge prompt token i + 1, each once.
