@@ -170,6 +170,7 @@ def simulate_contiguous(
         now += 1
         if now % 64 == 0:
             follow(len(run.result.finish_reasons) + len(run.result.refused))
+    follow(len(requests))
     return run.result
 
 

@@ -152,6 +152,7 @@ def simulate(source: Source, config: dict[str, Any], follow: Follow = lambda end
         now += 1
         if now % 64 == 0:
             follow(len(result.finish_reasons) + len(result.refused))
+    follow(source.num_requests)
     stats = core.scheduler.kv_cache_manager.prefix_cache_stats
     result.lookup_hits = stats.hits + stats.preempted_hits
     result.lookup_queries = stats.queries + stats.preempted_queries
