@@ -15,7 +15,7 @@ from pagedlab.request import Request, RequestStatus
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.worker.runner import GPUModelRunner
 from test_worker_recordings import CHECKPOINTS
-from test_worker_runners import poison_stale_tails
+from test_worker_runners import POISON, poison_stale_tails
 
 MODEL = CHECKPOINTS / "dense-tied-a" / "checkpoint"
 RUNNERS = ["persistent", "state-table"]
@@ -218,15 +218,16 @@ def test_prefix_hits_give_the_same_logits(runner, reference):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_stale_tails_are_read_by_no_kernel(runner, reference):
+@pytest.mark.parametrize("poison", [POISON, -3])  # one that no pool has, one that torch would take from the end
+def test_stale_tails_are_read_by_no_kernel(runner, poison, reference):
     engine = Engine(config(runner=runner, num_blocks=20))
     update = engine.worker.runner._update_states
 
-    def poison(message):
+    def update_and_poison(message):
         update(message)
-        poison_stale_tails(engine.worker.runner)
+        poison_stale_tails(engine.worker.runner, poison)
 
-    engine.worker.runner._update_states = poison
+    engine.worker.runner._update_states = update_and_poison
     for req_id, prompt in PROMPTS.items():
         engine.add(req_id, prompt, temperature=0, max_tokens=12)
     engine.run()

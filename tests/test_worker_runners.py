@@ -148,19 +148,19 @@ def kinds_of(output, scheduler, runner):
     return {kind for kind, is_so in kinds.items() if is_so}
 
 
-def poison_stale_tails(runner):
+def poison_stale_tails(runner, poison=POISON):
     """No valid entry lies there: whoever reads one takes a token to a place that no pool has."""
     if isinstance(runner, PersistentBatchRunner):
         for table in runner.batch.block_tables:
             for row in range(len(table.host)):
                 used = table.num_blocks_per_row[row] if row < runner.batch.num_reqs else 0
-                table.host[row, used:] = POISON
+                table.host[row, used:] = poison
         return
     for group, table in enumerate(runner.block_tables.block_tables.tables):
         for row in range(len(table)):
             used = row in runner.request_table.req_state_indices.values()
-            table[row, int(runner.block_tables.num_blocks[group, row]) if used else 0 :] = POISON
-        runner.block_tables.input_block_tables.tables[group].fill_(POISON)
+            table[row, int(runner.block_tables.num_blocks[group, row]) if used else 0 :] = poison
+        runner.block_tables.input_block_tables.tables[group].fill_(poison)
 
 
 def run_at_random(rng, driven, shape, num_steps):
