@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from pagedlab.conformance.kv_init import compute_case, replay_kv_init
 from pagedlab.errors import UserError
+from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import (
     InconsistentWorkers,
     NotEnoughMemory,
-    UnequalPages,
     checked_need_bytes,
     get_kv_cache_config,
     get_kv_cache_configs,
-    get_kv_cache_groups,
     initialize,
     resolve_max_model_len,
 )

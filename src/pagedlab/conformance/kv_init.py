@@ -6,13 +6,12 @@ from typing import Any
 
 from pagedlab.conformance.report import Outcome
 from pagedlab.errors import UserError
+from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import (
     InconsistentWorkers,
     NotEnoughMemory,
-    UnequalPages,
     checked_need_bytes,
     get_kv_cache_configs,
-    get_kv_cache_groups,
     max_concurrency,
     merge_specs,
     num_padding_layers,
