@@ -205,7 +205,7 @@ class Fold:
             self.states.clear()  # unknown until the next snapshot
         elif type(event) is EngineSnapshot:
             self.states[event.engine] = EngineState.from_snapshot(event)
-        elif event.engine in self.states:
+        elif event.engine in self.states and event.proc in ("engine", "worker:0"):  # other workers' rows are copies
             try:
                 self.states[event.engine].apply(event)
             except (LookupError, TypeError, ValueError):
