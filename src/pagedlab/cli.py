@@ -16,6 +16,7 @@ import typer
 from pagedlab.commands.bench import bench
 from pagedlab.commands.conformance import conformance
 from pagedlab.commands.doctor import doctor
+from pagedlab.commands.figures import figures
 from pagedlab.commands.generate import generate
 from pagedlab.commands.inspect import check, diff, replay, why
 from pagedlab.commands.scenario_from import scenario_from
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (trace, replay, view, why, check, diff, conformance, scenarios, generate, bench, doctor):
+for command in (trace, replay, view, why, check, diff, conformance, scenarios, figures, generate, bench, doctor):
     app.command()(command)
 app.command("simulate")(simulate_command)
 app.command("scenario-from")(scenario_from)

@@ -9,6 +9,7 @@ here needs torch.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable
@@ -33,7 +34,6 @@ from pagedlab.trace.events import (
     Event,
     KvConfig,
     PrefixCacheReset,
-    QueueNotReached,
     RequestAborted,
     RequestAdded,
     RequestConsidered,
@@ -61,26 +61,26 @@ RECOMPUTED, PREFILL, DECODE, QUEUED, PREEMPTED, PASSED_OVER = range(6)  # what a
 class Op(IntEnum):
     """What the page knows how to do; arguments are integers, requests and tokens by index."""
 
-    ADD = 1            # request, place in waiting
-    DEQUEUE = 2        # request: leave whichever queue it is in
-    RUN = 3            # request, computed tokens: append to running
-    ADVANCE = 4        # request, tokens scheduled
-    LEARN = 5          # request, tokens that became known
-    PREEMPT = 6        # request, place in waiting: tables emptied, nothing computed
-    FINISH = 7         # request
-    REF = 8            # block, count
-    FREE_APPEND = 9    # block: to the back of the free queue
-    FREE_REMOVE = 10   # block: out of the free queue
-    HASH = 11          # block, short hash as a number
-    UNHASH = 12        # block
+    ADD = 1  # request, place in waiting
+    DEQUEUE = 2  # request: leave whichever queue it is in
+    RUN = 3  # request, computed tokens: append to running
+    ADVANCE = 4  # request, tokens scheduled
+    LEARN = 5  # request, tokens that became known
+    PREEMPT = 6  # request, place in waiting: tables emptied, nothing computed
+    FINISH = 7  # request
+    REF = 8  # block, count
+    FREE_APPEND = 9  # block: to the back of the free queue
+    FREE_REMOVE = 10  # block: out of the free queue
+    HASH = 11  # block, short hash as a number
+    UNHASH = 12  # block
     UNHASH_ALL = 13
-    TABLE_PUSH = 14    # request, group, block
-    TABLE_NULL = 15    # request, group, logical block: left the window
-    ROW = 16           # row, request + 1 (0: one that ended before this trace begins)
-    ROW_CLEAR = 17     # row
-    STATUS = 18        # request, 0 waiting, 1 running, 2 preempted
-    TABLE = 19         # request, group, count, blocks …: a whole table
-    FREE_QUEUE = 20    # count, blocks …: the whole queue, front first
+    TABLE_PUSH = 14  # request, group, block
+    TABLE_NULL = 15  # request, group, logical block: left the window
+    ROW = 16  # row, request + 1 (0: one that ended before this trace begins)
+    ROW_CLEAR = 17  # row
+    STATUS = 18  # request, 0 waiting, 1 running, 2 preempted
+    TABLE = 19  # request, group, count, blocks …: a whole table
+    FREE_QUEUE = 20  # count, blocks …: the whole queue, front first
 
 
 @dataclass
@@ -112,7 +112,9 @@ def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list
     events = [e for e in trace.events if e.engine == engine]
     first = next((i for i, e in enumerate(events) if type(e) is EngineSnapshot), None)
     if first is None:
-        raise UserError("this trace holds no engine snapshot, so there is nothing to view: record one with pagedlab trace.")
+        raise UserError(
+            "this trace holds no engine snapshot, so there is nothing to view: record one with pagedlab trace."
+        )
     snapshot = events[first]
     fold = Fold.starting_at(snapshot)
     state = fold.states[engine].copy()
@@ -134,18 +136,18 @@ class _Packer:
     def __init__(self, trace: Trace, events: list[Event], state: EngineState) -> None:
         self.trace, self.events, self.state = trace, events, state
         self.first_state = state.copy()
-        self.requests: dict[str, int] = {}           # request -> index
+        self.requests: dict[str, int] = {}  # request -> index
         self.request_info: list[dict[str, Any]] = []
-        self.token_texts: dict[int, str] = {}        # token id -> text
+        self.token_texts: dict[int, str] = {}  # token id -> text
         self.packed = Packed({})
         self.columns: dict[str, list[int]] = {
             name: []
             for name in ("step", "first_event", "prefill", "recomputed", "decode", "budget", "used", "preempted",
                          "waiting", "running")
         }  # fmt: skip
-        self.segments: list[list[int]] = []          # request, kind, first step, last step, tokens
-        self._open: dict[int, list[int]] = {}        # request -> its latest segment
-        self._furthest: dict[int, int] = {}          # request -> most tokens ever computed
+        self.segments: list[list[int]] = []  # request, kind, first step, last step, tokens
+        self._open: dict[int, list[int]] = {}  # request -> its latest segment
+        self._furthest: dict[int, int] = {}  # request -> most tokens ever computed
         for request in state.requests.values():
             self._know(request.request_id, request.token_ids, request.token_texts, request.num_prompt_tokens, None)
 
@@ -200,7 +202,12 @@ class _Packer:
                         self.token_texts.setdefault(candidate.token_id, candidate.text)
 
     def _know(
-        self, request_id: str, token_ids: list[int], texts: list[str] | None, num_prompt: int, added: RequestAdded | None
+        self,
+        request_id: str,
+        token_ids: list[int],
+        texts: list[str] | None,
+        num_prompt: int,
+        added: RequestAdded | None,
     ) -> None:
         if request_id in self.requests:
             return
@@ -248,7 +255,8 @@ class _Packer:
         if type(event) is StepScheduled:
             self._measure()
             self.columns["preempted"][-1] = len(event.preempted)
-            before = {r.request_id: r.num_computed_tokens for r in (*event.new, *event.cached)}
+            before = {r.request_id: r.num_computed_tokens for r in event.new}
+            before |= {r.request_id: r.num_computed_tokens for r in event.cached}
             for request_id, granted in event.num_scheduled_tokens.items():
                 self._scheduled(request_id, before[request_id], granted, event.step)
             for request_id, request in self.state.requests.items():
@@ -305,7 +313,9 @@ class _Packer:
         first_step = self.columns["step"][0] if self.columns["step"] else -1
         return {
             "format": "pagedlab-view/1",
-            "header": {k: header[k] for k in ("pagedlab", "source", "model", "config", "tokenizer", "record", "layers")},
+            "header": {
+                k: header[k] for k in ("pagedlab", "source", "model", "config", "tokenizer", "record", "layers")
+            },
             "engine": self.state.engine,
             "num_blocks": self.state.num_blocks,
             "block_sizes": self.state.block_sizes,
@@ -473,7 +483,7 @@ def _columns(events: list[Event]) -> bytes:
     for columns in by_kind.values():
         for name in ("i", "seq", "t_ns"):  # differences are small and repeat
             values = columns[name]
-            columns[name] = [values[0], *(b - a for a, b in zip(values, values[1:], strict=False))]
+            columns[name] = [values[0], *(b - a for a, b in itertools.pairwise(values))]
     return msgspec.json.encode(by_kind)
 
 
