@@ -61,13 +61,15 @@ def run_engine(llm: LLM, workload: Workload) -> Run:
     num_steps = num_tokens = 0
     start = time.perf_counter()
     for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True):
-        llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        llm.add_request(prompt, params, kind="final_only")
     added = time.perf_counter()
-    while llm.has_unfinished_requests():
-        num_tokens += sum(len(output.outputs[0].token_ids) for output in llm.step() if output.finished)
-        stage_ns.update(llm.core.stage_ns)
-        stage_ns.update(getattr(llm.core.executor, "stage_ns", {}))
-        num_steps += 1
+    with llm.interrupts:
+        while llm.has_unfinished_requests():
+            num_tokens += sum(len(output.outputs[0].token_ids) for output in llm.step())
+            stage_ns.update(llm.core.stage_ns)
+            stage_ns.update(getattr(llm.core.executor, "stage_ns", {}))
+            num_steps += 1
     seconds = time.perf_counter() - start
     if num_tokens != workload.num_output_tokens:
         raise RuntimeError(f"{num_tokens} tokens came out, {workload.num_output_tokens} were asked for")

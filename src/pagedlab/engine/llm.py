@@ -19,7 +19,7 @@ from pagedlab.config import EngineConfig
 from pagedlab.engine.core import EngineCore, next_engine_id
 from pagedlab.engine.guards import check_at_the_door
 from pagedlab.engine.input_processor import InputProcessor, ProcessedInput, Prompt
-from pagedlab.engine.interrupt import interrupts_wait
+from pagedlab.engine.interrupt import Interrupts
 from pagedlab.engine.output_processor import OutputKind, OutputProcessor, RequestOutput
 from pagedlab.engine.tokenizer import Tokenizer
 from pagedlab.errors import UserError
@@ -52,6 +52,7 @@ class LLM:
         kv_cache_config: groups, blocks and buffers of the KV cache.
         core: the engine core: ``core.scheduler`` and its queues and blocks, ``core.executor``.
         startup_seconds: where the time to build the engine went.
+        interrupts: ``with llm.interrupts`` around a loop over ``step`` lets Ctrl-C act between steps only.
     """
 
     def __init__(self, model: str | Path | None = None, *, config: EngineConfig | None = None, **knobs: Any) -> None:
@@ -84,6 +85,7 @@ class LLM:
         self._inboxes: dict[str, list[RequestOutput]] = {}  # request -> where generate or stream waits for it
         self._unclaimed: list[RequestOutput] = []           # of add_request, for the next step()
         self._num_added = 0
+        self.interrupts = Interrupts()
 
     # ---------------------------------------------------------------- prompts in, results out
 
@@ -112,7 +114,7 @@ class LLM:
         inbox: list[RequestOutput] = []
         request_ids = self._submit(prompts, sampling_params, priority, "final_only", inbox)
         results: dict[str, RequestOutput] = {}
-        with self._owning(request_ids):
+        with self._owning(request_ids), self.interrupts:
             while len(results) < len(request_ids):
                 self._run_step()
                 results |= {output.request_id: output for output in inbox}
@@ -170,10 +172,13 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        kind: OutputKind = "cumulative",
     ) -> str:
         """Let one prompt in and return its id; ``step`` then reports on it.
 
         Args:
+            kind: whether the reports hold everything so far, only what is new ("delta"), or come
+                once, at the end ("final_only").
             request_id: r0, r1, … if None; one that is in use is refused.
             arrival_time: breaks ties of the priority policy. If None, requests are numbered as they
                 come, so that a trace does not depend on the clock.
@@ -182,7 +187,7 @@ class LLM:
             UserError: a bad prompt or parameter, or an id in use; nothing has changed.
         """
         processed = self._process(prompt, sampling_params or SamplingParams(), request_id, priority, arrival_time)
-        self._add([processed], "cumulative")
+        self._add([processed], kind)
         return processed.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -217,7 +222,7 @@ class LLM:
         A step that is cut off by an exception may have marked blocks as cached that were never
         written, so everything is aborted and the prefix cache emptied before the exception goes on.
         """
-        with interrupts_wait():
+        with self.interrupts:
             try:
                 core_outputs = self.core.step()
             except BaseException:
@@ -229,6 +234,7 @@ class LLM:
                 self.core.abort_requests(to_abort)
             for output in outputs:
                 self._inboxes.get(output.request_id, self._unclaimed).append(output)
+            self.interrupts.raise_if_came()
 
     # ---------------------------------------------------------------- at the door
 
