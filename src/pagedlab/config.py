@@ -44,7 +44,7 @@ class EngineConfig:
         num_blocks: size of the pool, null block included; None counts it from memory.
         kv_cache_memory: bytes for the KV cache; None takes a share of what is free.
         gpu_memory_utilization: share of the GPU's memory the whole engine may use.
-        max_model_len: None is the model's own limit, or what the pool holds if that is less.
+        max_model_len: None is the model's own limit, or with num_blocks what the pool holds if that is less.
         seed: for requests without a seed of their own.
         enforce_eager: never capture or replay CUDA graphs.
     """
