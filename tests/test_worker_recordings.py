@@ -201,3 +201,15 @@ def test_spoiled_worked_example_is_reported():
 def test_missing_checkpoint_is_one_sentence_that_names_the_flag():
     with pytest.raises(UserError, match=r"checkpoint dense-tied-a was not found .*--checkpoints DIR"):
         find_checkpoint("dense-tied-a", [DATA])
+
+
+def test_recording_that_lacks_a_part_is_one_sentence(tmp_path):
+    document = run("s01-solo")
+    del document["outputs"]
+    with pytest.raises(UserError, match=r"s01-solo has no outputs: a recorded run has name, "):
+        replay_run(document, "s01-solo", [CHECKPOINTS], "lenient")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    (tmp_path / "expected.json").write_text('{"cases": [{"name": "a"}]}')
+    with pytest.raises(UserError, match="has no cases with "):
+        replay_checkpoint(tmp_path)

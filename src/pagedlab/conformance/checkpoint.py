@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from pagedlab.sched.output import TopLogprobs
 from pagedlab.worker.requests import CachedRequestState
 from pagedlab.worker.sampler import Sampler
 
+CASE_FIELDS = {
+    "name", "prompt_token_ids", "max_new_tokens", "greedy_token_ids", "greedy_logits", "last_prompt_top5_token_ids",
+}  # fmt: skip
 LOGIT_TOLERANCE = 1e-3  # absolute; the references differ by up to 8.5e-5 among themselves
 
 # Every prompt alone; all together with room; all together in 29 usable blocks with 40 tokens a step
@@ -43,7 +46,9 @@ def replay_checkpoint(directory: Path) -> list[Outcome]:
     model_dir = directory / "checkpoint"
     if not (model_dir / "config.json").is_file():
         raise UserError(f"{directory} has an expected.json but no checkpoint/config.json beside it.")
-    cases = json.loads((directory / "expected.json").read_text())["cases"]
+    cases = json.loads((directory / "expected.json").read_text()).get("cases")
+    if not cases or not all(isinstance(case, dict) and case.keys() >= CASE_FIELDS for case in cases):
+        raise UserError(f"{directory}/expected.json has no cases with {', '.join(sorted(CASE_FIELDS))}.")
     logits_file = directory / "last_prompt_logits.safetensors"
     last_prompt_logits = load_file(logits_file) if logits_file.is_file() else {}
     with one_thread():
@@ -72,7 +77,11 @@ def _replay(
     directory: Path, model_dir: Path, cases: list[Document], last_prompt_logits: dict[str, Tensor], way: str
 ) -> Outcome:
     longest = max(len(case["prompt_token_ids"]) + case["max_new_tokens"] for case in cases)
-    tokens, logits = generate(model_dir, cases, EngineConfig(device="cpu", max_model_len=longest, **WAYS[way]))
+    config = EngineConfig(device="cpu", max_model_len=longest, **WAYS[way])
+    one_request = -(-longest // config.block_size) + 1  # blocks, null block included
+    assert config.num_blocks is not None
+    config = replace(config, num_blocks=max(config.num_blocks, one_request))
+    tokens, logits = generate(model_dir, cases, config)
     difference = Difference()
     for case in cases:
         name = case["name"]

@@ -33,6 +33,7 @@ from pagedlab.worker.persistent_batch import PersistentBatchRunner
 
 __all__ = ["replay_checkpoint", "replay_run", "replay_worked_example"]
 
+RUN_FIELDS = ("name", "checkpoint", "config", "requests", "aborts", "outputs", "steps")
 ORDERED = ("scheduler_output.num_scheduled_tokens",)  # a mapping whose order is part of the message
 
 
@@ -43,8 +44,10 @@ def replay_run(document: Document, path: str, checkpoints: Iterable[Path], mode:
         checkpoints: folders in which the folder that the run names in ``checkpoint`` is looked for.
 
     Raises:
-        UserError: strict mode and the checkpoint is in none of them.
+        UserError: a part of the document is missing, or the checkpoint is in none of the folders.
     """
+    if missing := [field for field in RUN_FIELDS if field not in document]:
+        raise UserError(f"{path} has no {missing[0]}: a recorded run has {', '.join(RUN_FIELDS)}.")
     outcomes = []
     if mode in ("strict", "both"):
         model_dir = find_checkpoint(document["checkpoint"], checkpoints)
@@ -159,7 +162,7 @@ def strict_steps(document: Document, model_dir: Path) -> Iterator[Document]:
         "step": None,
         "outputs": [
             {"req_id": req_id, "token_ids": token_ids[req_id], "finish_reason": finish_reasons[req_id]}
-            for req_id in requests
+            for req_id in (entry["req_id"] for entry in document["outputs"])
         ],
     }
 
