@@ -131,10 +131,12 @@ def explain_hopeless(scheduler: Scheduler, request: Request) -> tuple[str, dict[
     usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
     needed = most_blocks_held(scheduler, request.num_tokens)
     rivals = sorted(request_id for request_id in scheduler.requests if request_id != request.request_id)
-    competing = f" and {rivals[0]}{' and others' if rivals[1:] else ''} competed for them" if needed <= usable and rivals else ""
+    competing = ""
+    if needed <= usable and rivals:  # it fits alone; requests that preempt each other for ever end one by one
+        competing = f", for which {rivals[0]}{' and others' if rivals[1:] else ''} competed"
     message = (
         f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: its "
-        f"{request.num_tokens} tokens need {needed} blocks, the pool has {usable} usable blocks{competing} "
+        f"{request.num_tokens} tokens need {needed} blocks and the pool has {usable} usable blocks{competing} "
         "(num_blocks counts the null block too); give the pool more blocks or ask for fewer tokens."
     )
     return message, {
