@@ -49,28 +49,28 @@ def pool_strip(pen: Pen, pool: Pool) -> list[Text]:
         lines.append(pen.line(*parts))
     counts = pool.counts()
     tail = pool.num_blocks - drawn
-    says = "one cell = 1 block" if size == 1 else f"one cell = {size} blocks, drawn as its busiest"
+    says = "1 cell = 1 block" if size == 1 else f"1 cell = {size} blocks, drawn as its busiest"
     if tail > 0:
         lines.append(pen.line((f"… blocks {drawn:,}–{pool.num_blocks - 1:,} are all free", "dim")))
     return lines + pen.paragraph(*_counted(pen, counts), (glue(says), "dim"))
 
 
 def _counted(pen: Pen, counts: dict[str, int]) -> list[Part]:
-    """``■ 2 in use   7 free = □ 3 cached + · 4 blank   ∅ 1 null``: cached blocks are free ones."""
+    """``■ 2 in use   7 free = □ 3 cached + · 4 blank   ∅ null``: cached blocks are free ones."""
 
-    def one(state: str, word: str, gap: str = "   ") -> list[Part]:
+    def one(state: str, word: str, gap: str = "  ") -> list[Part]:
         sign, style = cell(pen, state)
         return [(sign + GLUE, style), glue(f"{counts[state]:,} {word}") + gap]
 
     parts = one("in_use", "in use")
     if counts["shared"]:  # its sign is a digit, which would read as part of the count
-        parts += [(glue(f"{counts['shared']:,} shared (digit = owners)"), "shared"), "   "]
+        parts += [(glue(f"{counts['shared']:,} shared (digit = owners)"), "shared"), "  "]
     if counts["cached"]:
         parts += [glue(f"{counts['cached'] + counts['free']:,} free = "), *one("cached", "cached +", GLUE),
                   *one("free", "blank")]
     else:
         parts += one("free", "free")
-    return parts + one("null", "null") if counts["null"] else parts
+    return [*parts, (pen.glyphs.null + GLUE, "null"), "null  "] if counts["null"] else parts
 
 
 def _busiest(pen: Pen, pool: Pool, ids: range) -> Part:

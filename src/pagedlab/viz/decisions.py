@@ -67,7 +67,8 @@ def decisions(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
                 hidden += 1
             else:
                 shown += 1
-                lines += pen.paragraph(*_considered(pen, event), hang=3)
+                told_below = any(isinstance(earlier, SlotsRefused) for earlier in because)
+                lines += pen.paragraph(*_considered(pen, event, told_below), hang=3)
                 lines += _because(pen, because, event.request_id)
             because = []
         elif isinstance(event, QueueNotReached):
@@ -126,7 +127,7 @@ def reason(pen: Pen, event: Event) -> list[Part]:
     return _preempted(pen, event)
 
 
-def _considered(pen: Pen, event: RequestConsidered) -> list[Part]:
+def _considered(pen: Pen, event: RequestConsidered, told_below: bool) -> list[Part]:
     reason = CONSIDERED_REASONS.get(event.reason) or pen.plain(event.reason)
     before = f"{plural(event.num_computed_tokens, 'token')} computed before; "
     head: list[Part] = [pen.name(event.request_id), "  "]
@@ -143,7 +144,7 @@ def _considered(pen: Pen, event: RequestConsidered) -> list[Part]:
         ]
     word = {"refused": "refused", "skipped": "skipped", "preempted": "preempted"}.get(event.outcome, event.outcome)
     numbers = ""
-    if event.num_needed_blocks is not None and event.num_free_blocks is not None:
+    if not told_below and event.num_needed_blocks is not None and event.num_free_blocks is not None:
         numbers = f": needs {event.num_needed_blocks}, free {event.num_free_blocks}"
     stays = "stays in waiting" if event.queue == "waiting" else "cannot go on"
     return [

@@ -185,7 +185,7 @@ def idle(pen: Pen, view: StepView) -> list[Text]:
     return [pen.line(*parts, *_still_refused(pen, view))]
 
 
-def step_line(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Text]:
+def step_line(pen: Pen, view: StepView) -> list[Text]:
     """Level ``steps``: counts, the tokens computed and what came out."""
     started, scheduled = view.first(StepStarted), view.first(StepScheduled)
     parts: list[Part] = [(f"step {view.step:<3} ", "rule")]

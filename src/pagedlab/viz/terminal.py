@@ -147,7 +147,8 @@ class TerminalTracer:
         for engine in sorted(self._stories):
             self._open(engine)
         if not self._stories:
-            self._print(opening(self._pen(), self._header, [], None))
+            pen = self._pen()
+            self._print([*opening(pen, self._header, [], None), pen.line(("no step in this trace", "dim"))])
         pen = self._pen()
         for engine, story in sorted(self._stories.items()):
             self._print(ending(pen, story, self._state(engine), self.depth, engine if len(self._stories) > 1 else None))
@@ -219,36 +220,42 @@ class TerminalTracer:
         view, self._view = self._view, None
         if view is None:
             return
-        story, pen = self._story(view.engine), self._pen()
+        story, state = self._story(view.engine), self._state(view.engine)
         story.num_steps += 1
         finished = view.first(StepFinished)
         story.num_scheduled_tokens += finished.num_scheduled_tokens if finished is not None else 0
-        state = self._state(view.engine)
         view.pool_after = Pool.of(state) if state is not None else None
-        focus, still_stuck = view.focus(), (view.refusals(), view.not_reached_key())
-        if still_stuck == story.stuck:
-            focus -= {request_id for request_id, _, _ in view.refusals()}
-        is_plain = not focus and still_stuck == story.stuck and bool(view.requests)
-        story.stuck = still_stuck
-        block_sizes = state.block_sizes if state is not None else []
-        is_line = True
-        if not view.requests and not focus and view.first(StepScheduled) is not None:
-            lines = idle(pen, view)
-        elif self.depth == 0:
-            lines = step_line(pen, view, story.prompts, story.texts)
-        elif is_plain and story.has_shown_decode and self.depth < LEVELS.index("tensors"):
-            lines = condensed(pen, view, story.prompts, story.texts)
-        else:
-            lines = panel(pen, view, focus, story.prompts, story.texts, block_sizes, self.depth,
-                          formula=not story.has_shown_chain)
-            is_line, story.has_shown_chain = False, True
-            story.has_shown_decode |= is_plain
+        try:
+            lines, is_line = self._draw(view, story, state.block_sizes if state is not None else [])
+        except (LookupError, TypeError, ValueError):  # parallel lists of different length, say
+            words = f"step {view.step} cannot be shown: its records do not fit together"
+            lines, is_line = [self._pen().line((words, "bad"))], True
         if is_line and not (self._was_line and self._was_step):
             lines.insert(0, Text(end=""))
         self._was_line, self._was_step = is_line, True
         self._print(lines)
         if pause and self._pause is not None:
             self._pause.wait()
+
+    def _draw(self, view: StepView, story: Story, block_sizes: list[int]) -> tuple[list[Text], bool]:
+        """The step's lines, and whether it is told in one line."""
+        pen = self._pen()
+        focus, still_stuck = view.focus(), (view.refusals(), view.not_reached_key())
+        if still_stuck == story.stuck:
+            focus -= {request_id for request_id, _, _ in view.refusals()}
+        is_plain = not focus and still_stuck == story.stuck and bool(view.requests)
+        story.stuck = still_stuck
+        if not view.requests and not focus and view.first(StepScheduled) is not None:
+            return idle(pen, view), True
+        if self.depth == 0:
+            return step_line(pen, view), True
+        if is_plain and story.has_shown_decode and self.depth < LEVELS.index("tensors"):
+            return condensed(pen, view, story.prompts, story.texts), True
+        lines = panel(pen, view, focus, story.prompts, story.texts, block_sizes, self.depth,
+                      formula=not story.has_shown_chain)
+        story.has_shown_chain = True
+        story.has_shown_decode |= is_plain
+        return lines, False
 
     def _print(self, lines: list[Text]) -> None:
         for line in lines:

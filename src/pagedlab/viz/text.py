@@ -56,7 +56,7 @@ def safe_lines(text: str, width: int, *, ascii: bool = False) -> list[str]:
     used = last_space = 0
     for symbol in _symbols(text, ascii, token=False):
         size = cell_len(symbol)
-        if used + size > max(width, 2) and line:
+        while used + size > max(width, 2) and line:
             at = last_space if last_space else len(line)
             lines.append("".join(line[:at]))
             line = line[at:]
