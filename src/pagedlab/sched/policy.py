@@ -7,6 +7,8 @@ and the preemption branch of Scheduler.schedule.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
@@ -66,7 +68,11 @@ class Priority:
 
 
 def resolve_policy(name: str) -> Policy:
-    """``fcfs``, ``priority``, or a class or object at ``package.module:name``."""
+    """``fcfs``, ``priority``, or a class or object at ``package.module:name``, also in the working directory.
+
+    Raises:
+        UserError: there is no such policy, it cannot be loaded, or it lacks a method.
+    """
     if name == "fcfs":
         return FirstComeFirstServed()
     if name == "priority":
@@ -74,12 +80,14 @@ def resolve_policy(name: str) -> Policy:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise UserError(f"policy is {name!r}: choose fcfs, priority or package.module:name.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the installed command does not look there by itself
     try:
         found = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        policy = found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         message = f"policy {name!r} cannot be loaded ({error}): give an importable package.module:name."
         raise UserError(message) from None
-    policy = found() if isinstance(found, type) else found
     missing = [m for m in ("key", "victim", "requeue") if not callable(getattr(policy, m, None))]
     if missing:
         raise UserError(f"policy {name!r} has no method {missing[0]}: it needs key, victim and requeue.")
