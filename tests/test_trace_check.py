@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from pagedlab.errors import UserError
-from pagedlab.trace.check import INVARIANTS, STEPS_WITHOUT_PROGRESS, check
+from pagedlab.sched.policy import FirstComeFirstServed, Priority
+from pagedlab.trace.check import INVARIANTS, STEPS_OVERTAKEN, STEPS_WITHOUT_PROGRESS, check
 from pagedlab.trace.events import KvWritten, SlotsMapped, kind_of
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
@@ -178,6 +179,20 @@ def test_a_run_that_gets_nowhere_raises_an_alarm():
     notices = []
     assert check(Trace(events), notices) is None
     assert len(notices) == 1 and "livelock" in notices[0] and "r0" in notices[0]
+
+
+def test_a_request_that_others_overtake_for_long_raises_an_alarm():
+    """One urgent request after the other takes the only seat; in order of arrival nobody starves."""
+    for policy, starves in ((Priority(), True), (FirstComeFirstServed(), False)):
+        core = new_core(20, max_num_seqs=1, policy=policy)
+        with recording() as events:
+            core.add_request(make_request(core.scheduler, "patient", [1, 2, 3], 3, priority=5))
+            for i in range(STEPS_OVERTAKEN + 10):
+                core.add_request(make_request(core.scheduler, f"r{i}", [1, 2, i], 1, priority=1))
+                core.step()
+        notices = []
+        assert check(Trace(events), notices) is None
+        assert [n.startswith("starvation: patient has waited") for n in notices] == [True] * starves
 
 
 def test_a_trace_without_blocks_is_refused_with_the_level_it_needs():

@@ -14,7 +14,7 @@ from pagedlab.scenarios.library import builtin_names, load_scenario
 from pagedlab.scenarios.run import run as run_scenario
 from pagedlab.scenarios.scenario import Scenario
 from pagedlab.trace.diff import canonical, diff
-from pagedlab.trace.events import KINDS, KvConfig, KvGroup, kind_of
+from pagedlab.trace.events import KINDS, kind_of
 from pagedlab.trace.to_scenario import scenario_from
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
@@ -140,16 +140,12 @@ def test_a_scenario_from_a_trace_reproduces_its_decisions(config, seed):
     assert not reproduces(trace, changed)
 
 
-def test_groups_come_from_the_kv_config_event():
-    trace = record(2, num_blocks=14, block_sizes=(4, 4), windows=(None, 8))
-    with pytest.raises(UserError, match="no kv_config event"):
-        scenario_from(trace)
-    groups = [KvGroup(kind_of_attention=kind, block_size=4, sliding_window=window, page_bytes=1, layers=["l"])
-              for kind, window in (("full", None), ("sliding_window", 8))]
-    layout = KvConfig(num_blocks=14, groups=groups, tensors=[], bytes_per_block=1, available_bytes=1, max_model_len=64)
-    layout.seq, layout.engine = 1, trace.engine
-    with_layout = Trace(renumbered([trace.events[0], layout, *trace.events[1:]]))
-    assert reproduces(trace, scenario_from(with_layout))
+def test_groups_and_windows_are_part_of_the_scenario():
+    trace = record(2, num_blocks=14, block_sizes=(4, 8), windows=(None, 9))
+    document = scenario_from(trace)
+    assert document["config"]["groups"] == [
+        {"kind": "full", "block_size": 4}, {"kind": "sliding_window", "block_size": 8, "sliding_window": 9}]
+    assert reproduces(trace, document)
 
 
 def test_anonymised_it_names_nobody_and_still_makes_the_same_decisions():
@@ -178,15 +174,11 @@ def test_a_trace_that_begins_in_mid_life_makes_no_scenario():
         scenario_from(Trace(events))
 
 
-@pytest.mark.parametrize("name", builtin_names())
+@pytest.mark.parametrize("name", [n for n in builtin_names() if not load_scenario(n).needs_model])
 def test_every_built_in_scenario_survives_the_way_through_a_trace(name):
     scenario = load_scenario(name)
-    if scenario.needs_model:
-        pytest.skip("needs the model: covered where torch is")
     with tracing("blocks") as trace:
         run_scenario(scenario)
-    if len(trace.first_snapshot.block_sizes) > 1 or "groups" in scenario.config:
-        pytest.skip("its windows are not in the trace: no KV-cache initialization ran")
     document = scenario_from(trace)
     assert set(document["requests"]) == {e.request_id for e in trace.filter("request_added")}
     assert reproduces(trace, document)

@@ -7,13 +7,16 @@ import random
 import msgspec
 import pytest
 
+from pagedlab.scenarios.library import builtin_names, load_scenario
+from pagedlab.scenarios.run import run
 from pagedlab.trace.check import check
 from pagedlab.trace.diff import canonical
 from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved, kind_of
 from pagedlab.trace.file import TraceFile, load_trace
 from pagedlab.trace.state import Fold, same, walk_live
 from pagedlab.trace.trace import Trace
-from pagedlab.trace.tracer import trace
+from pagedlab.trace.tracer import trace, tracing
+from pagedlab.trace.why import why
 
 torch = pytest.importorskip("torch")
 replace = msgspec.structs.replace
@@ -96,6 +99,20 @@ def test_tokens_are_the_same_with_tracing_off_and_on(runner):
     for level in ("steps", "blocks", "kernels"):
         traced, _ = play(runner, level)
         assert traced == untraced, level
+
+
+@pytest.mark.parametrize("name", [n for n in builtin_names() if load_scenario(n).needs_model])
+def test_every_story_on_the_model_passes_the_check_and_answers_why(name):
+    from pagedlab import LLM
+
+    scenario = load_scenario(name)
+    with tracing("kernels") as story:
+        run(scenario, LLM(config=scenario.engine_config()))
+    notices = []
+    assert check(story, notices) is None and notices == []
+    for request_id in story.requests:
+        assert why(story, request_id).lines
+        assert all(why(story, request_id, step).data["outcome"] for step in story.steps if step >= 0)
 
 
 def test_no_event_is_changed_after_it_was_emitted(tmp_path):

@@ -120,6 +120,7 @@ class EngineCore:
         pool = manager.block_pool
         return EngineSnapshot(
             block_sizes=[group.block_size for group in manager.groups],
+            sliding_windows=[group.sliding_window for group in manager.groups],
             num_blocks=pool.num_blocks,
             waiting=[r.request_id for r in self.scheduler.waiting],
             running=[r.request_id for r in self.scheduler.running],

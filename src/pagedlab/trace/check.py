@@ -62,6 +62,7 @@ INVARIANTS = {
     "writes": "the kernel wrote exactly the slots of the slot mapping",
 }
 STEPS_WITHOUT_PROGRESS = 50  # after so many check raises its alarm; the engine's guard acts after 100
+STEPS_OVERTAKEN = 200        # a request that waits so long while later ones are admitted is starving
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def check(trace: Trace, notices: list[str] | None = None) -> Violation | None:
             return Violation("complete", event.engine, event.step, event.seq, str(error).rstrip("."))
         except (LookupError, TypeError, ValueError):
             return Violation("complete", event.engine, event.step, event.seq, f"{describe(event)} makes no sense here")
+    for engine_id, engine in engines.items():
+        if engine_id in fold.states:
+            engine.end(fold.states[engine_id])
     return None
 
 
@@ -131,6 +135,9 @@ class EngineCheck:
         self.furthest: dict[str, int] = {}        # request -> most tokens ever computed
         self.steps_without_progress = 0
         self.progress = True
+        self.came: dict[str, tuple[int, int]] = {}  # unfinished request -> how many came before it, and in which step
+        self.num_came = 0
+        self.admitted: list[int] = []               # how many came before each one that was admitted
 
     def before(self, state: EngineState, event: Event) -> None:
         check = _BEFORE.get(type(event))
@@ -237,6 +244,8 @@ class EngineCheck:
         self.budget = e.budget_after
         if e.outcome == "scheduled":
             self.grants[e.request_id] = e.num_tokens_granted
+            if e.queue == "waiting" and e.request_id in self.came:
+                self.admitted.append(self.came[e.request_id][0])
 
     def request_preempted(self, state: EngineState, e: RequestPreempted) -> None:
         self.explained.add(e.request_id)
@@ -318,6 +327,8 @@ class EngineCheck:
     def request_added(self, state: EngineState, e: RequestAdded) -> None:
         if e.request_id in state.requests:
             raise _Broken("counts", f"{e.request_id} was added while a request with this id is unfinished")
+        self.came[e.request_id] = self.num_came, e.step
+        self.num_came += 1
 
     def request_output(self, state: EngineState, e: RequestOutput) -> None:
         self.progress = True
@@ -328,9 +339,22 @@ class EngineCheck:
 
     def request_finished(self, state: EngineState, e: RequestFinished) -> None:
         self.furthest.pop(e.request_id, None)
+        self.came.pop(e.request_id, None)
 
     def step_finished(self, state: EngineState, e: StepFinished) -> None:
         self._step_ends(state)
+
+    def end(self, state: EngineState) -> None:
+        """Alarms about who is still waiting where the trace ends."""
+        for request_id in state.waiting:
+            place, step = self.came.get(request_id, (0, state.step))
+            if state.step - step > STEPS_OVERTAKEN and state.requests[request_id].num_preemptions == 0:
+                overtook = sum(other > place for other in self.admitted)
+                if overtook:
+                    self.notices.append(
+                        f"starvation: {request_id} has waited {state.step - step} steps, while {overtook} requests "
+                        "that came after it were admitted"
+                    )
 
     # ---------------------------------------------------------------- the whole state
 

@@ -101,6 +101,7 @@ class EngineSnapshot(Event, kw_only=True, tag="engine_snapshot"):
     ref_counts: dict[int, int]             # only where > 0, null block left out
     cached_blocks: dict[int, str]          # block id -> short hash
     rows: list[RowState]
+    sliding_windows: list[int | None] = []  # per group, in tokens; None is full attention
 
 
 class TraceFinished(Event, kw_only=True, tag="trace_finished"):

@@ -74,6 +74,7 @@ class EngineState:
     step: int                                 # the last step whose schedule() began
     seq: int                                  # the event this is the state after
     block_sizes: list[int]                    # per KV-cache group
+    sliding_windows: list[int | None]         # per KV-cache group, in tokens; None is full attention
     num_blocks: int                           # null block included
     requests: dict[str, RequestState]         # unfinished ones; block_ids is the block table
     waiting: list[str]                        # in serving order
@@ -91,6 +92,7 @@ class EngineState:
             step=snapshot.step,
             seq=snapshot.seq,
             block_sizes=list(snapshot.block_sizes),
+            sliding_windows=list(snapshot.sliding_windows),
             num_blocks=snapshot.num_blocks,
             requests={r.request_id: _copy_request(r) for r in snapshot.requests},
             waiting=list(snapshot.waiting),
@@ -106,7 +108,7 @@ class EngineState:
         batch = copy(self.batch)
         batch.tables, batch.slots, batch.metadata = dict(batch.tables), dict(batch.slots), dict(batch.metadata)
         return EngineState(
-            self.engine, self.step, self.seq, self.block_sizes, self.num_blocks,
+            self.engine, self.step, self.seq, self.block_sizes, self.sliding_windows, self.num_blocks,
             {k: _copy_request(r) for k, r in self.requests.items()}, list(self.waiting), list(self.running),
             self.free_queue.copy(), dict(self.ref_counts), dict(self.cached_blocks),
             {k: _copy_row(r) for k, r in self.rows.items()}, batch,
@@ -458,6 +460,7 @@ def walk_live(core: EngineCore) -> EngineState:
         step=core.step_id,
         seq=-1,
         block_sizes=[group.block_size for group in manager.groups],
+        sliding_windows=[group.sliding_window for group in manager.groups],
         num_blocks=pool.num_blocks,
         requests=requests,
         waiting=[r.request_id for r in scheduler.waiting],
@@ -481,7 +484,7 @@ def same(a: EngineState, b: EngineState) -> str | None:
     Not compared: the place in the trace, the flat batch, texts, arrival times and queue keys (the
     order they make is).
     """
-    for name in ("block_sizes", "num_blocks", "waiting", "running"):
+    for name in ("block_sizes", "sliding_windows", "num_blocks", "waiting", "running"):
         if getattr(a, name) != getattr(b, name):
             return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
     if a.requests.keys() != b.requests.keys():

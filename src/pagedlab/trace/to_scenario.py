@@ -12,7 +12,6 @@ from pagedlab.errors import UserError
 from pagedlab.trace.events import (
     EngineSnapshot,
     Event,
-    KvConfig,
     PrefixCacheReset,
     RequestAborted,
     RequestAdded,
@@ -63,15 +62,13 @@ def _config(trace: Trace, snapshot: EngineSnapshot) -> dict[str, Any]:
     config["block_size"] = known.get("block_size") or min(snapshot.block_sizes)
     if config["max_model_len"] is None:
         raise UserError("the header does not say max_model_len, which decides when requests end.")
-    layout = next((e for e in trace if type(e) is KvConfig), None)
-    if layout is not None and (len(layout.groups) > 1 or layout.groups[0].sliding_window is not None):
+    windows = snapshot.sliding_windows
+    if len(windows) > 1 or any(windows):
         config["groups"] = [
-            {"kind": "full", "block_size": g.block_size} if g.sliding_window is None else
-            {"kind": "sliding_window", "block_size": g.block_size, "sliding_window": g.sliding_window}
-            for g in layout.groups
+            {"kind": "full", "block_size": size} if window is None else
+            {"kind": "sliding_window", "block_size": size, "sliding_window": window}
+            for size, window in zip(snapshot.block_sizes, windows, strict=True)
         ]
-    elif layout is None and len(snapshot.block_sizes) > 1:
-        raise UserError("this trace has several KV-cache groups and no kv_config event that says their windows.")
     return config
 
 
