@@ -6,6 +6,7 @@ Field names are those of the recordings; the generated reference pairs each with
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from os import PathLike
 
 from pagedlab.errors import UserError
 
@@ -28,6 +29,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        if self.policy not in ("fcfs", "priority") and (not isinstance(self.policy, str) or ":" not in self.policy):
+            raise UserError(f"policy is {self.policy!r}: choose fcfs, priority or package.module:name.")
         if type(self.long_prefill_token_threshold) is not int or self.long_prefill_token_threshold < 0:
             raise UserError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold!r}: "
@@ -79,7 +82,15 @@ class EngineConfig:
                 _positive(self, name)
         if self.num_blocks == 1:
             raise UserError("num_blocks is 1: block 0 is the null block and holds no tokens, so give at least 2.")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.model is not None and not isinstance(self.model, str | PathLike):
+            raise UserError(f"model is {self.model!r}: give a directory or a hub id as text, or nothing.")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} is {getattr(self, name)!r}: give True or False.")
+        if type(self.seed) is not int or self.seed < 0:
+            raise UserError(f"seed is {self.seed!r}: give a whole number of 0 or more.")
+        share: object = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise UserError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}: give a number above 0 and at most 1."
             )

@@ -49,6 +49,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop, str | list | tuple) or not isinstance(self.stop_token_ids, list | tuple):
+            name = "stop_token_ids" if isinstance(self.stop, str | list | tuple) else "stop"
+            raise UserError(f"{name} is {getattr(self, name)!r}: give a list.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -103,10 +103,10 @@ def _check_config(config: dict[str, Any], runs_alone: bool, path: str) -> None:
                 raise UserError(f"{where} has no {name}: without a model there is nothing to take it from.")
     elif "groups" in config:
         raise UserError(f"{where} has groups, but the model decides them: leave groups out, or give sampled_token_ids.")
-    _with_place(lambda: EngineConfig(**{k: v for k, v in config.items() if k != "groups"}), where)
     for name in ("enable_prefix_caching", "enable_chunked_prefill"):
         if not isinstance(config.get(name, True), bool):
             raise UserError(f"{where}: {name} must be true or false.")
+    _with_place(lambda: EngineConfig(**{k: v for k, v in config.items() if k != "groups"}), where)
     if "groups" in config:
         _check_groups(config["groups"], config["block_size"], where)
 
