@@ -231,7 +231,12 @@ class Viewer {
   }
 
   toggleTheme() {
-    this.main.dataset.theme = this.themeName() === "dark" ? "light" : "dark";
+    this.setTheme(this.themeName() === "dark" ? "light" : "dark");
+  }
+
+  /** @param {"light" | "dark"} theme */
+  setTheme(theme) {
+    this.main.dataset.theme = theme;
     this.draw();
   }
 

@@ -1,0 +1,202 @@
+"""What mkdocs does not do by itself: pages made from code and traces, and code quoted by symbol.
+
+Before the build, ``generated/`` is filled: the viewer and its traces, the figures, the executed
+notebooks, and the references of events, commands and configuration. In a page,
+
+    {{ quote kv.manager:KVCacheManager.allocate_slots }}
+
+becomes the source of that symbol, and the build fails if it is gone.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import inspect
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pagedlab.config import EngineConfig
+from pagedlab.figures.files import write_figures
+from pagedlab.figures.record import RECORDED, stored
+from pagedlab.figures.symbols import find
+from pagedlab.trace.schema import event_page, event_table, json_schema
+from pagedlab.viewer.pack import pack
+from pagedlab.viewer.page import asset, module
+
+HERE = Path(__file__).parent
+GENERATED = HERE / "generated"
+SOURCE = Path(inspect.getfile(EngineConfig)).parent
+VLLM_NAMES = {
+    "model": "`--model`",
+    "device": "chosen by the installed build",
+    "dtype": "`--dtype`",
+    "attention_backend": "`--attention-backend`",
+    "runner": "`VLLM_USE_V2_MODEL_RUNNER=1` for the newer one",
+    "block_size": "`--block-size`",
+    "num_blocks": "`--num-gpu-blocks-override`",
+    "kv_cache_memory": "`--kv-cache-memory-bytes`",
+    "gpu_memory_utilization": "`--gpu-memory-utilization`",
+    "max_model_len": "`--max-model-len`",
+    "max_num_seqs": "`--max-num-seqs`",
+    "max_num_batched_tokens": "`--max-num-batched-tokens`",
+    "long_prefill_token_threshold": "`--long-prefill-token-threshold`",
+    "policy": "`--scheduling-policy`",
+    "enable_prefix_caching": "`--enable-prefix-caching`",
+    "enable_chunked_prefill": "`--enable-chunked-prefill`",
+    "seed": "`--seed`",
+    "enforce_eager": "`--enforce-eager`",
+}
+QUOTE = re.compile(r"\{\{ quote ([\w.]+):([\w.]+) \}\}")
+
+
+def on_pre_build(config: Any) -> None:
+    """Fill ``generated/``."""
+    (GENERATED / "views").mkdir(parents=True, exist_ok=True)
+    _write(GENERATED / "viewer.js", _viewer_script())
+    for name in RECORDED:
+        packed = pack(stored(name))
+        data = json.dumps({"meta": packed.meta, "chunks": packed.chunks})
+        _write(GENERATED / "views" / f"{name}.js", f"pagedlabViews[{json.dumps(name)}] = {data};\n")
+    write_figures(GENERATED / "figures")
+    _write(GENERATED / "events.md", _events_page())
+    _write(GENERATED / "trace.schema.json", json.dumps(json_schema(), indent=1))
+    _write(GENERATED / "cli.md", _cli_page())
+    _write(GENERATED / "config.md", _config_page())
+    _build_notebooks(GENERATED / "notebooks")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Put quoted source in."""
+    return QUOTE.sub(lambda match: _quote(match[1], match[2]), markdown)
+
+
+def _write(path: Path, text: str) -> None:
+    """Only what changed, so that ``mkdocs serve`` does not build for ever."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def _viewer_script() -> str:
+    """The viewer as a classic script, which also works from a folder, and the code that finds its places."""
+    body = module().replace("export default {", "const widget = {")
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    return f"""(() => {{
+{body}
+const base = document.currentScript.src;
+window.pagedlabViews = window.pagedlabViews ?? {{}};
+const css = {json.dumps(asset("viewer.css"))};
+function start() {{
+  for (const place of document.querySelectorAll("[data-pagedlab-view]")) {{
+    if (place.shadowRoot) continue;
+    const name = place.dataset.pagedlabView;
+    const show = () => {{
+      const {{ meta, chunks }} = window.pagedlabViews[name];
+      place.viewer = mount(place, {{ meta, readChunk: (chunk) => chunks[chunk], css }});
+      const follow = () => place.viewer.setTheme(document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
+      new MutationObserver(follow).observe(document.body, {{ attributeFilter: ["data-md-color-scheme"] }});
+      follow();
+    }};
+    if (window.pagedlabViews[name]) {{ show(); continue; }}
+    const script = document.createElement("script");
+    script.src = new URL(`views/${{name}}.js`, base);
+    script.onload = show;
+    document.head.append(script);
+  }}
+}}
+if (window.document$) window.document$.subscribe(start);
+else if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+else start();
+}})();
+"""
+
+
+def _quote(module_name: str, symbol: str) -> str:
+    node = find(module_name, symbol)
+    if node is None:
+        raise ValueError(f"a page quotes pagedlab.{module_name}:{symbol}, which is gone")
+    path = SOURCE.joinpath(*module_name.split(".")).with_suffix(".py")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])  # type: ignore[attr-defined]
+    code = "\n".join(lines[first - 1 : node.end_lineno])  # type: ignore[attr-defined]
+    where = f"src/pagedlab/{path.relative_to(SOURCE)}, line {first}"
+    return f'```python title="{where}" linenums="{first}"\n{inspect.cleandoc(code) if code[:1] == " " else code}\n```'
+
+
+def _events_page() -> str:
+    return (
+        "# Events of the trace\n\nMade from the event classes. The envelope of every record: `kind`, `seq`, `engine`, "
+        "`step`, `t_ns`, `proc`. A [JSON Schema](trace.schema.json) says the same for machines.\n\n"
+        f"{event_table()}\n{event_page()}"
+    )
+
+
+def _cli_page() -> str:
+    from pagedlab.cli import app
+
+    group: Any = typer.main.get_command(app)
+    parts = ["# Command line\n\nMade from the commands themselves. Exit status: 0 done, 1 a difference or violation was "
+             "found, 2 bad input, 130 after Ctrl-C.\n"]
+    for name, command in sorted(group.commands.items()):
+        arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        parts.append(f"## pagedlab {name} {' '.join(arguments)}\n\n{inspect.cleandoc(command.help or '')}\n")
+        rows = [
+            f"| `{', '.join(p.opts)}` | {_cell(getattr(p, 'help', None) or '')} |"
+            for p in command.params
+            if getattr(p, "help", None) and p.name != "help"
+        ]
+        if rows:
+            parts.append("| option | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _config_page() -> str:
+    """Fields, defaults and vLLM's own names; every field must have one."""
+    comments = _attribute_docs(EngineConfig)
+    rows = [
+        f"| `{f.name}` | `--{f.name.replace('_', '-')}` | `{f.default!r}` | {VLLM_NAMES[f.name]} | "
+        f"{_cell(comments.get(f.name, ''))} |"
+        for f in fields(EngineConfig)
+    ]
+    switches = {"enable_prefix_caching": "--no-prefix-caching", "enable_chunked_prefill": "--no-chunked-prefill"}
+    table = "\n".join(rows)
+    for name, switch in switches.items():
+        table = table.replace(f"`--{name.replace('_', '-')}`", f"`{switch}`", 1)
+    return (
+        "# Configuration\n\nFields of `EngineConfig`, their switches, and what vLLM calls them. Made from the class.\n\n"
+        f"| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n{table}\n"
+    )
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """The ``Attributes:`` section of a docstring."""
+    lines = inspect.cleandoc(cls.__doc__ or "").splitlines()
+    found: dict[str, str] = {}
+    name = None
+    for line in lines[lines.index("Attributes:") + 1 :] if "Attributes:" in lines else []:
+        if match := re.match(r"    (\w+): (.*)", line):
+            name = match[1]
+            found[name] = match[2]
+        elif name and line.startswith("        "):
+            found[name] += f" {line.strip()}"
+    return found
+
+
+def _build_notebooks(folder: Path) -> None:
+    """Executed notebooks as pages, made by ``notebooks/build.py``."""
+    path = HERE.parent / "notebooks" / "build.py"
+    spec = importlib.util.spec_from_file_location("build_notebooks", path)
+    assert spec is not None and spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    build.build(folder)
+
+
+def _cell(text: str) -> str:
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
