@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -13,6 +15,14 @@ from pagedlab.viz.step_view import Pool, RequestView, StepView
 BUSIEST = ("shared", "in_use", "cached", "free", "null")  # which state a cell of several blocks shows
 CLUSTER = 16  # cells between two gaps, so that they can be counted; at 80 columns a row has 64
 MAX_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share their block tables."""
+
+    block_size: int
+    kind: str = ""  # of attention, with the window; empty where the trace does not say
 
 
 def cell(pen: Pen, state: str, owners: int = 0) -> tuple[str, str]:
@@ -90,14 +100,15 @@ def changes(pen: Pen, view: StepView) -> list[Text]:
     if taken := [e.block_id for e in view.of(BlockAllocated)]:
         say("taken", "in_use", pen.ids(taken))
     if touched := view.of(BlockTouched):
-        say("hit", "cached", ", ".join(f"{e.block_id} (owners {e.ref_cnt})" for e in touched[: 2 * few])
-            + more(len(touched) - 2 * few))
+        owners = {e.block_id: e.ref_cnt for e in touched}  # after the last hit
+        told = [f"{block_id} ({plural(count, 'owner')})" for block_id, count in owners.items()]
+        say("hit", "cached", ", ".join(told[: 2 * few]) + more(len(told) - 2 * few))
     if cached := view.of(BlockCached):
         say("full, now findable", "cached",
             ", ".join(f"{e.block_id} as {pen.plain(e.hash, 9)}" for e in cached[:few]) + more(len(cached) - few))
     if evicted := view.of(BlockEvicted):
-        told = (f"{e.block_id} (lost {pen.plain(e.hash, 9)} to {pen.name(e.request_id)[0]})" for e in evicted[:few])
-        say("evicted", "bad", ", ".join(told) + more(len(evicted) - few))
+        lost = (f"{e.block_id} (lost {pen.plain(e.hash, 9)} to {pen.name(e.request_id)[0]})" for e in evicted[:few])
+        say("evicted", "bad", ", ".join(lost) + more(len(evicted) - few))
     lines = pen.paragraph(*parts, hang=2) if parts else []
     return _freed(pen, view, "preempted") + lines + _freed(pen, view, "out_of_window", "aborted", "finished")
 
@@ -133,7 +144,7 @@ def next_free(pen: Pen, pool: Pool) -> list[Text]:
     return pen.paragraph(*parts, hang=2)
 
 
-def block_table(pen: Pen, view: StepView, name: str, row: RequestView, block_sizes: list[int],
+def block_table(pen: Pen, view: StepView, name: str, row: RequestView, groups: list[Group],
                 pool: Pool | None, row_number: int | None) -> list[Text]:
     """Every block of one request: logical block → physical block, and the tokens in its cells."""
     end = row.num_computed_tokens + row.num_scheduled_tokens
@@ -145,31 +156,31 @@ def block_table(pen: Pen, view: StepView, name: str, row: RequestView, block_siz
     sampled = [event for event in view.about(TokensSampled, name) if event.kept]
     for group, table in enumerate(row.block_ids):
         if len(row.block_ids) > 1:
-            lines.append(pen.line((f"group {group}", "dim")))
-        size = block_sizes[group] if group < len(block_sizes) else 1
-        hidden: list[int] = []
-        first_touched = row.num_computed_tokens // size
-        for logical, block_id in enumerate(table):
-            if logical < first_touched and logical >= pen.limits.full_blocks and logical < len(table) - 1:
-                hidden.append(block_id)
-                continue
-            if len(hidden) == 1:
-                lines += _one_block(pen, row, logical - 1, hidden[0], size, end, sampled, pool)
-            elif hidden:
-                lines += _hidden(pen, logical, hidden, size)
-            hidden = []
-            lines += _one_block(pen, row, logical, block_id, size, end, sampled, pool)
+            lines.append(pen.line((f"group {group}", "dim"), (f"  {pen.plain(groups[group].kind)}", "dim")))
+        size = groups[group].block_size
+        touched = row.num_computed_tokens // size   # the first block that this step writes to
+        for first, last in ((0, touched), (touched, len(table))):
+            run = range(first, min(last, len(table)))
+            cut = range(run.start + pen.limits.first_blocks, run.stop - (1 if first == 0 else 2))
+            if len(cut) < 2:
+                cut = range(0)
+            for logical in run:
+                if logical == cut.start and cut:
+                    lines += _hidden(pen, cut, table, size, "computed before" if first == 0 else "of this step")
+                if logical not in cut:
+                    lines += _one_block(pen, row, logical, table[logical], size, end, sampled, pool)
     return lines
 
 
-def _hidden(pen: Pen, logical: int, hidden: list[int], size: int) -> list[Text]:
-    nulls = hidden.count(0)
-    kept = [block_id for block_id in hidden if block_id]
-    parts: list[Part] = [f"  … logical {logical - len(hidden)}–{logical - 1}"]
-    if nulls:
+def _hidden(pen: Pen, cut: range, table: list[int], size: int, when: str) -> list[Text]:
+    """Blocks left out of a table, counted."""
+    ids = [table[logical] for logical in cut]
+    kept = [block_id for block_id in ids if block_id]
+    parts: list[Part] = [f"  … logical {cut.start}–{cut.stop - 1}"]
+    if nulls := len(ids) - len(kept):
         parts.append((f" → {nulls} {pen.glyphs.null} null (out of the window)", "null"))
     if kept:
-        parts.append(f" → blocks {pen.ids(kept)}, full: {plural(len(kept) * size, 'token')} computed before")
+        parts.append(f" → blocks {pen.ids(kept)}, full: {plural(len(kept) * size, 'token')} {when}")
     return pen.paragraph(*parts, hang=4)
 
 

@@ -78,7 +78,7 @@ def decisions(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
     lines += _because(pen, because, None)
     lines += _plain(pen, plain)
     if hidden:
-        lines.append(pen.line((f"… {hidden} more decisions", "dim")))
+        lines.append(pen.line((f"… {plural(hidden, 'more decision')}", "dim")))
     return lines
 
 

@@ -31,7 +31,9 @@ class Limits:
 
     requests: int       # requests with details in one step
     chain: int          # tokens in the index chain
-    full_blocks: int    # untouched full blocks of one table
+    tables: int         # requests whose block table is shown in one step
+    first_blocks: int   # blocks shown of each long run in one table, from its front
+    prompt: int         # tokens of a request that arrives
     candidates: int     # of the sampler
     ids: int            # ids in a list
     text_lines: int     # of the growing text

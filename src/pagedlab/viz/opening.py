@@ -121,7 +121,7 @@ def _memory(pen: Pen, events: list[Event]) -> list[Text]:
                          f"{spec.head_dim} dims · {width} bytes = ")
         parts += [(f"{spec.page_bytes:,} B", "number")]
         if len(kinds) > 1:
-            parts.append(f" ({plural(len(same), 'layer')}, {_kind(pen, spec)})")
+            parts.append(f" ({plural(len(same), 'layer')}, {pen.plain(kind_of(spec))})")
         lines += pen.paragraph(*parts, hang=2)
     if config is not None:
         lines += _blocks(pen, config, memory)
@@ -160,14 +160,16 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
         lines += pen.paragraph((terms, "dim"), hang=2)
     if len(config.groups) > 1:
         for i, group in enumerate(config.groups):
-            lines += pen.paragraph(f"group {i}: {plural(len(group.layers), 'layer')}, {_kind(pen, group)}", hang=2)
+            what = f"{plural(len(group.layers), 'layer')}, {pen.plain(kind_of(group))}"
+            lines += pen.paragraph(f"group {i}: {what}", hang=2)
         lines += pen.paragraph(("a group collects layers that keep and forget the same tokens; it has nothing to do "
                                 "with grouped-query attention", "dim"), hang=2)
     return lines
 
 
-def _kind(pen: Pen, spec: KvSpec | KvGroup) -> str:
-    kind = pen.plain(spec.kind_of_attention).replace("_", " ")
+def kind_of(spec: KvSpec | KvGroup) -> str:
+    """``full attention``, ``sliding window of 64 tokens``; a stranger's word is still to be made safe."""
+    kind = spec.kind_of_attention.replace("_", " ")
     return kind + (f" of {spec.sliding_window} tokens" if spec.sliding_window else " attention")
 
 

@@ -21,7 +21,7 @@ from pagedlab.trace.events import (
     TextEmitted,
     TokensSampled,
 )
-from pagedlab.viz.blocks import block_table, changes, next_free, pool_strip
+from pagedlab.viz.blocks import Group, block_table, changes, next_free, pool_strip
 from pagedlab.viz.decisions import decisions, plural, queues, still_refused
 from pagedlab.viz.layout import Part, Pen
 from pagedlab.viz.requests import finished
@@ -35,7 +35,7 @@ DECISIONS, BLOCKS, TENSORS, KERNELS = (LEVELS.index(level) for level in LEVELS[1
 Texts = dict[str, str]
 
 
-def panel(pen: Pen, view: StepView, focus: set[str], prompts: Texts, texts: Texts, block_sizes: list[int], depth: int,
+def panel(pen: Pen, view: StepView, focus: set[str], prompts: Texts, texts: Texts, groups: list[Group], depth: int,
           *, formula: bool) -> list[Text]:
     """All sections of a step; at 150 columns and more what was decided stands beside what it did to the cache."""
     lines = [Text(end=""), _title(pen, view)]
@@ -43,10 +43,10 @@ def panel(pen: Pen, view: StepView, focus: set[str], prompts: Texts, texts: Text
         left_pen = pen.narrow((pen.width - 3) * 9 // 20)
         right_pen = pen.narrow(pen.width - 3 - left_pen.width)
         left = _decided(left_pen, view, focus) + _said(left_pen, view, focus, prompts, texts, formula)
-        right = _cache(right_pen, view, focus, block_sizes, depth, formula)
+        right = _cache(right_pen, view, focus, groups, depth, formula)
         lines += pen.side_by_side(left, right, left_pen.width) if right else left
     else:
-        lines += _decided(pen, view, focus) + _cache(pen, view, focus, block_sizes, depth, formula)
+        lines += _decided(pen, view, focus) + _cache(pen, view, focus, groups, depth, formula)
         lines += _said(pen, view, focus, prompts, texts, formula)
     if depth >= TENSORS:
         lines += pen.section("batch", batch(pen.inside, view)) + _times(pen, view)
@@ -72,7 +72,7 @@ def _decided(pen: Pen, view: StepView, focus: set[str]) -> list[Text]:
     return lines + pen.section("decided", decisions(inside, view, focus & view.special()))
 
 
-def _cache(pen: Pen, view: StepView, focus: set[str], block_sizes: list[int], depth: int, formula: bool) -> list[Text]:
+def _cache(pen: Pen, view: StepView, focus: set[str], groups: list[Group], depth: int, formula: bool) -> list[Text]:
     if depth < BLOCKS:
         return []
     inside = pen.inside
@@ -87,9 +87,9 @@ def _cache(pen: Pen, view: StepView, focus: set[str], block_sizes: list[int], de
     for mapped in view.of(SlotsMapped):
         rows.update(zip(mapped.request_id, mapped.row, strict=False))
     tables: list[Text] = []
-    for name in shown[: pen.limits.requests]:
-        tables += block_table(inside, view, name, view.requests[name], block_sizes, view.pool, rows.get(name))
-    if hidden := len(view.requests) - len(shown[: pen.limits.requests]):
+    for name in shown[: pen.limits.tables]:
+        tables += block_table(inside, view, name, view.requests[name], groups, view.pool, rows.get(name))
+    if hidden := len(view.requests) - len(shown[: pen.limits.tables]):
         tables.append(inside.line((f"… {plural(hidden, 'more request')} in this step", "dim")))
     lines += pen.section("tables", tables)
     return lines + pen.section("index", index_chain(inside, view, formula=formula)
@@ -132,6 +132,9 @@ def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Te
             parts += [pen.name(event.request_id), " ", (pen.token(event.text, event.token_id), "chosen"), "  "]
         if len(events) > 4 * pen.limits.requests:
             parts.append((f"… {len(events) - 4 * pen.limits.requests} more", "dim"))
+        for name in view.growing():
+            blocks = [block_id for table in view.requests[name].block_ids for block_id in table[-1:]]
+            parts += [" ", pen.name(name), (f" takes {pen.ids(blocks)}", "dim")]
         return [pen.line(*parts, *_still_refused(pen, view))]
     event = events[0]
     parts.append(pen.name(event.request_id))
@@ -196,7 +199,7 @@ def step_line(pen: Pen, view: StepView) -> list[Text]:
         if scheduled.preempted:
             parts += [("preempted ", "bad"), ", ".join(str(pen.name(name)[0]) for name in scheduled.preempted[:4]), " "]
     for emitted in view.of(TextEmitted)[: pen.limits.requests]:
-        parts += [" ", pen.name(emitted.request_id), " ", (pen.token(emitted.text, 0, width=24), "chosen")]
+        parts += ["  ", pen.name(emitted.request_id), " ", (pen.token(emitted.text, 0, width=24), "chosen")]
     lines = [pen.line(*parts)]
     for event in view.of(RequestFinished):
         lines += finished(pen, event)

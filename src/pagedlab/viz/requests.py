@@ -25,7 +25,7 @@ FINISH_REASONS = {
 }
 
 
-def added(pen: Pen, event: RequestAdded, depth: int) -> list[Text]:
+def added(pen: Pen, event: RequestAdded, *, tokens: bool) -> list[Text]:
     """A request enters the waiting queue; its tokens, with the cuts between them."""
     parts: list[Part] = [pen.name(event.request_id), f"  {plural(len(event.prompt_token_ids), 'prompt token')}"]
     wanted = []
@@ -43,8 +43,8 @@ def added(pen: Pen, event: RequestAdded, depth: int) -> list[Text]:
     parts.append((" · " + " · ".join(wanted) if wanted else "", "dim"))
     inside = pen.inside
     lines = inside.paragraph(*parts, hang=3)
-    if depth >= LEVELS.index("decisions"):
-        limit = 12 * pen.limits.requests
+    if tokens:
+        limit = pen.limits.prompt
         texts: list[str | None] = list(event.prompt_token_texts or []) or [None] * len(event.prompt_token_ids)
         cells: list[Part] = ["   "]
         for token_id, text in list(zip(event.prompt_token_ids, texts, strict=False))[:limit]:

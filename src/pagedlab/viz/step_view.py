@@ -135,6 +135,15 @@ class StepView:
                     names.add(event.request_id)
         return names
 
+    def growing(self) -> set[str]:
+        """Requests that computed their latest token and took a block for it."""
+        scheduled = self.first(StepScheduled)
+        return {
+            part.request_id for part in (scheduled.cached if scheduled is not None else [])
+            if _has_ids(part.new_block_ids) and not part.resumed
+            and self.requests[part.request_id].num_scheduled_tokens == 1
+        } if self.requests else set()
+
     def special(self) -> set[str]:
         """Requests that were scheduled in any other way than for their latest token, or not at all."""
         names: set[str] = set()

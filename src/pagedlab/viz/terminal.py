@@ -47,16 +47,19 @@ from pagedlab.trace.events import (
     TraceHeader,
 )
 from pagedlab.trace.state import EngineState, Fold
+from pagedlab.viz.blocks import Group
 from pagedlab.viz.keys import Pause
 from pagedlab.viz.layout import Limits, Pen
-from pagedlab.viz.opening import legend, opening
+from pagedlab.viz.opening import kind_of, legend, opening
 from pagedlab.viz.panel import condensed, idle, panel, step_line
 from pagedlab.viz.requests import added, ending, other
 from pagedlab.viz.step_view import Pool, StepView
 from pagedlab.viz.theme import Theme, make_console
 
-BRIEF = Limits(requests=6, chain=6, full_blocks=1, candidates=3, ids=8, text_lines=3)
-FULL = Limits(requests=32, chain=64, full_blocks=64, candidates=8, ids=64, text_lines=12)
+BRIEF = Limits(requests=6, tables=4, chain=6, first_blocks=1, prompt=30, candidates=3, ids=8, text_lines=3)
+MAX_ARRIVALS = 20  # requests told one by one between two steps
+MANY = 4           # in a batch of more requests, a block taken by one of them is no panel of its own
+FULL = Limits(requests=32, tables=32, chain=64, first_blocks=32, prompt=256, candidates=8, ids=64, text_lines=12)
 
 
 @dataclass
@@ -65,14 +68,17 @@ class Story:
 
     opening: list[Event] = field(default_factory=list)       # kv_* and the first snapshot
     is_open: bool = False
+    block_sizes: list[int] = field(default_factory=list)     # per KV-cache group, as last known
     prompts: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)      # output so far
     finished: list[RequestFinished] = field(default_factory=list)
+    num_arrivals: int = 0                                    # since the last step
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     stuck: object = ((), ())                                 # who was not served in the step before, and why
     has_shown_chain: bool = False
     has_shown_decode: bool = False
+    has_shown_growth: bool = False                           # a decoding request that took a block
 
 
 class TerminalTracer:
@@ -120,6 +126,7 @@ class TerminalTracer:
         elif isinstance(event, StepStarted):
             self._flush()
             self._open(event.engine)
+            self._count_arrivals(self._story(event.engine))
             self._view = StepView(event.engine, event.step)
         elif isinstance(event, RequestAdded | RequestRefused | PrefixCacheReset):
             self._between_steps(event)
@@ -172,6 +179,14 @@ class TerminalTracer:
         return self._stories.setdefault(engine, Story())
 
     @staticmethod
+    def _groups(story: Story, state: EngineState | None) -> list[Group]:
+        if state is not None:
+            story.block_sizes = state.block_sizes
+        config = next((event for event in story.opening if isinstance(event, KvConfig)), None)
+        kinds = [kind_of(group) for group in config.groups] if config is not None else []
+        return [Group(size, kinds[i] if i < len(kinds) else "") for i, size in enumerate(story.block_sizes)]
+
+    @staticmethod
     def _begins_anew(event: Event, view: StepView) -> bool:
         is_new = isinstance(event, StepStarted | RequestAdded | RequestRefused | PrefixCacheReset | TraceFinished)
         return is_new or event.engine != view.engine
@@ -211,9 +226,19 @@ class TerminalTracer:
             self._was_step = False
         if isinstance(event, RequestAdded):
             story.prompts[event.request_id] = event.prompt or "".join(event.prompt_token_texts or [])
-            self._print(added(self._pen(), event, self.depth))
+            story.num_arrivals += 1
+            if story.num_arrivals <= MAX_ARRIVALS:
+                is_first = story.num_arrivals <= self._pen().limits.requests
+                self._print(added(self._pen(), event, tokens=is_first and self.depth >= LEVELS.index("decisions")))
         else:
             self._print(other(self._pen(), event))
+
+    def _count_arrivals(self, story: Story) -> None:
+        if story.num_arrivals > MAX_ARRIVALS:
+            pen = self._pen()
+            words = f"… and {story.num_arrivals - MAX_ARRIVALS:,} more requests"
+            self._print(pen.section("arrives", [pen.inside.line((words, "dim"))]))
+        story.num_arrivals = 0
 
     def _flush(self, *, pause: bool = True) -> None:
         """Print the step that has been gathered, in the form that suits it."""
@@ -225,36 +250,41 @@ class TerminalTracer:
         finished = view.first(StepFinished)
         story.num_scheduled_tokens += finished.num_scheduled_tokens if finished is not None else 0
         view.pool_after = Pool.of(state) if state is not None else None
+        stuck = (view.refusals(), view.not_reached_key())
         try:
-            lines, is_line = self._draw(view, story, state.block_sizes if state is not None else [])
+            lines, is_line = self._draw(view, story, self._groups(story, state))
         except (LookupError, TypeError, ValueError):  # parallel lists of different length, say
             words = f"step {view.step} cannot be shown: its records do not fit together"
             lines, is_line = [self._pen().line((words, "bad"))], True
         if is_line and not (self._was_line and self._was_step):
             lines.insert(0, Text(end=""))
-        self._was_line, self._was_step = is_line, True
+        self._was_line, self._was_step, story.stuck = is_line, True, stuck
         self._print(lines)
         if pause and self._pause is not None:
             self._pause.wait()
 
-    def _draw(self, view: StepView, story: Story, block_sizes: list[int]) -> tuple[list[Text], bool]:
+    def _draw(self, view: StepView, story: Story, groups: list[Group]) -> tuple[list[Text], bool]:
         """The step's lines, and whether it is told in one line."""
         pen = self._pen()
-        focus, still_stuck = view.focus(), (view.refusals(), view.not_reached_key())
-        if still_stuck == story.stuck:
+        focus = view.focus()
+        no_news = (view.refusals(), view.not_reached_key()) == story.stuck
+        if no_news:
             focus -= {request_id for request_id, _, _ in view.refusals()}
-        is_plain = not focus and still_stuck == story.stuck and bool(view.requests)
-        story.stuck = still_stuck
+        is_plain = not focus and no_news and bool(view.requests)
         if not view.requests and not focus and view.first(StepScheduled) is not None:
             return idle(pen, view), True
         if self.depth == 0:
             return step_line(pen, view), True
+        is_growth = bool(focus) and focus == view.growing() and no_news
+        if is_growth and story.has_shown_growth and len(view.requests) > MANY:
+            is_plain = True
         if is_plain and story.has_shown_decode and self.depth < LEVELS.index("tensors"):
             return condensed(pen, view, story.prompts, story.texts), True
-        lines = panel(pen, view, focus, story.prompts, story.texts, block_sizes, self.depth,
+        lines = panel(pen, view, focus, story.prompts, story.texts, groups, self.depth,
                       formula=not story.has_shown_chain)
         story.has_shown_chain = True
         story.has_shown_decode |= is_plain
+        story.has_shown_growth |= is_growth
         return lines, False
 
     def _print(self, lines: list[Text]) -> None:

@@ -98,12 +98,19 @@ def encodes(encoding: str) -> bool:
     return True
 
 
+class PlainConsole(Console):
+    """Leaves it to the program to end when the reader (``head``, ``less``) has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console(file: TextIO | None = None, *, width: int | None = None) -> Console:
     """The console every command prints with: text is never read as markup, emoji code or highlight.
 
     With NO_COLOR set, or where the output is not a terminal, nothing but text and newlines is written.
     """
-    return Console(
+    return PlainConsole(
         file=file or sys.stdout,
         width=width,
         color_system=None if os.environ.get("NO_COLOR") else "auto",
