@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
-from rich.text import Text
+from rich.text import Span, Text
 
 from pagedlab.viz.text import pad, safe
 from pagedlab.viz.theme import Glyphs, Theme
@@ -42,6 +42,18 @@ class Limits:
 def glue(words: str) -> str:
     """Keeps the words on one line."""
     return words.replace(" ", GLUE)
+
+
+def _joined(line: Text) -> Text:
+    """Neighbouring pieces of one style become one piece, which is shorter on the wire and in a picture."""
+    spans: list[Span] = []
+    for span in line.spans:
+        if spans and spans[-1].end == span.start and spans[-1].style == span.style:
+            spans[-1] = Span(spans[-1].start, span.end, span.style)
+        else:
+            spans.append(span)
+    line.spans = spans
+    return line
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class Pen:
         for part in parts:
             words, style = part if isinstance(part, tuple) else (part, "")
             line.append(words.translate(ASCII) if self.glyphs.ascii else words, self.theme[style] if style else None)
-        return line
+        return _joined(line)
 
     # ---------------------------------------------------------------- lines
 
@@ -131,7 +143,7 @@ class Pen:
             line.rstrip()
             if GLUE in line.plain:
                 line.plain = line.plain.replace(GLUE, " ")
-        return lines
+        return [_joined(line) for line in lines]
 
     @staticmethod
     def _words(text: Text) -> list[Text]:

@@ -48,7 +48,7 @@ from pagedlab.trace.events import (
 )
 from pagedlab.trace.state import EngineState, Fold
 from pagedlab.viz.blocks import Group
-from pagedlab.viz.keys import Pause
+from pagedlab.viz.keys import Pause, Quit
 from pagedlab.viz.layout import Limits, Pen
 from pagedlab.viz.opening import kind_of, legend, opening
 from pagedlab.viz.panel import condensed, idle, panel, step_line
@@ -68,7 +68,7 @@ class Story:
 
     opening: list[Event] = field(default_factory=list)       # kv_* and the first snapshot
     is_open: bool = False
-    block_sizes: list[int] = field(default_factory=list)     # per KV-cache group, as last known
+    block_sizes: list[int] = field(default_factory=list)     # per KV-cache group
     prompts: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)      # output so far
     finished: list[RequestFinished] = field(default_factory=list)
@@ -118,7 +118,11 @@ class TerminalTracer:
         if isinstance(event, TraceHeader):
             self._header = event
         elif isinstance(event, KvSpec | KvMemory | KvConfig | KvAllocated | EngineSnapshot):
-            self._story(event.engine).opening.append(event)
+            story = self._story(event.engine)
+            if not story.is_open:
+                story.opening.append(event)
+            if isinstance(event, EngineSnapshot):
+                story.block_sizes = event.block_sizes
         elif isinstance(event, TraceGap):
             self._flush()
             self._print(self._pen().paragraph((f"{event.num_lost:,} records are missing here: ", "bad"),
@@ -140,9 +144,12 @@ class TerminalTracer:
             self._view.is_over |= isinstance(event, StepFinished)
 
     def show(self, events: Iterable[Event]) -> None:
-        """Replay a trace to its end, or to where it was cut off."""
-        for event in events:
-            self.append(event)
+        """Replay a trace to its end, to where it was cut off, or to where the reader quits."""
+        try:
+            for event in events:
+                self.append(event)
+        except Quit:
+            return
         self.close()
 
     def close(self, *, summary: bool = True) -> None:
@@ -179,9 +186,7 @@ class TerminalTracer:
         return self._stories.setdefault(engine, Story())
 
     @staticmethod
-    def _groups(story: Story, state: EngineState | None) -> list[Group]:
-        if state is not None:
-            story.block_sizes = state.block_sizes
+    def _groups(story: Story) -> list[Group]:
         config = next((event for event in story.opening if isinstance(event, KvConfig)), None)
         kinds = [kind_of(group) for group in config.groups] if config is not None else []
         return [Group(size, kinds[i] if i < len(kinds) else "") for i, size in enumerate(story.block_sizes)]
@@ -252,7 +257,7 @@ class TerminalTracer:
         view.pool_after = Pool.of(state) if state is not None else None
         stuck = (view.refusals(), view.not_reached_key())
         try:
-            lines, is_line = self._draw(view, story, self._groups(story, state))
+            lines, is_line = self._draw(view, story, self._groups(story))
         except (LookupError, TypeError, ValueError):  # parallel lists of different length, say
             words = f"step {view.step} cannot be shown: its records do not fit together"
             lines, is_line = [self._pen().line((words, "bad"))], True
