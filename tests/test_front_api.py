@@ -60,6 +60,28 @@ def test_each_prompt_may_have_its_own_parameters(llm):
         llm.generate(PROMPTS, each[:2])
 
 
+def test_ids_may_be_numpy_arrays_or_tensors(llm):
+    torch = pytest.importorskip("torch")
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    tensor = torch.tensor(ids)
+    same = [ids, tensor, tensor.numpy(), [tensor], [tensor.numpy()], tensor[None], iter([ids])]
+    assert len({tuple(token_ids(llm.generate(form, GREEDY))[0]) for form in same}) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (17, GREEDY, "a prompt is text or a list of token ids, not int"),
+        ([None], GREEDY, "a prompt is text or a list of token ids"),
+        ("a", {"temperature": 0}, "sampling_params must be SamplingParams"),
+        ("a", 5, "sampling_params must be SamplingParams"),
+    ],
+)
+def test_what_is_no_prompt_or_no_parameter_is_refused_in_one_sentence(llm, prompts, params, message):
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompts, params)
+
+
 @pytest.mark.parametrize("bad", ["", [], [9999], [-1], "x " * 700, {"text": "x"}])
 def test_one_bad_prompt_refuses_the_whole_call_before_anything_is_added(llm, bad):
     with pytest.raises(UserError):

@@ -162,6 +162,7 @@ BAD_INPUT = [
     ("no prompt", [], "no prompt"),
     ("not UTF-8", ["\udcff"], "not valid UTF-8"),
     ("prompt and scenario", ["a", "--scenario", "twins"], "not both"),
+    ("bad knob for a scenario", ["--scenario", "seats", "--block-size", "0"], "block_size is 0"),
     ("unknown scenario", ["--scenario", "nowhere"], "nowhere"),
     ("too long for the model", [LONG * 6, "--num-blocks", "4000"], "max_model_len"),
     ("too long for the pool", [LONG, "--num-blocks", "4", "--max-model-len", "1024"], "3 usable blocks"),

@@ -156,8 +156,8 @@ def _describe(report: dict[str, Any]) -> str:
         f"  {rest / seconds:10.1%} text and the rest",
         "",
         f"  {report['peak_memory_bytes'] / 2**20:10,.0f} MiB at the peak",
-        f"  {report['kv_cache_bytes'] / 2**20:10,.0f} MiB of them set aside for {report['num_blocks']:,} KV blocks"
-        " (a CPU takes them as they are written)",
+        f"  {report['kv_cache_bytes'] / 2**20:10,.0f} MiB set aside for {report['num_blocks']:,} KV blocks"
+        + (", taken as they are written" if engine["device"] == "cpu" else ""),
     ]
     if rival := report.get("transformers"):
         lines += [

@@ -165,6 +165,7 @@ def _run_scenario(name: str, knobs: Knobs) -> None:
     from pagedlab.scenarios.library import load_scenario
     from pagedlab.scenarios.run import ScenarioResult, play, run
 
+    knobs.engine_config()  # refuses impossible values, also for a story that needs no model
     story = load_scenario(name).with_config(**knobs.engine)
     if not story.needs_model:
         run(story)

@@ -424,19 +424,19 @@ def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs:
 
 
 def _is_one_prompt(prompts: object) -> bool:
-    """Text, a dict, or a list that begins with a token id."""
-    if isinstance(prompts, str | Mapping):
+    """Text, a dict, or ids; otherwise each member is a prompt."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
-    if not isinstance(prompts, Sequence):
-        return hasattr(prompts, "ndim") and prompts.ndim == 1
-    return bool(prompts) and hasattr(prompts[0], "__index__")
+    first = next(iter(prompts), None) if hasattr(prompts, "__len__") else None
+    return isinstance(first, int) or getattr(first, "ndim", None) == 0
 
 
 def _one_per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:
     """The same for all prompts, or as many as there are."""
-    if isinstance(given, kind):
-        return [given] * count
-    each = list(given)
+    each = [given] * count if isinstance(given, kind) or not isinstance(given, Iterable) else list(given)
+    wrong = next((value for value in each if not isinstance(value, kind)), None)
+    if wrong is not None:
+        raise UserError(f"{name} must be {kind.__name__} or a list of them, not {type(wrong).__name__}.")
     if len(each) != count:
         raise UserError(f"{name} has {len(each)} entries for {count} prompts: give one for all, or one each.")
     return each
