@@ -55,6 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "viz": ("trace",),
     "viewer": ("trace",),
     "figures": ("trace", "viz", "scenarios", "engine.llm"),
+    "display": ("trace", "viz.text", "viewer.pack"),
     # ---- the outside
     "doctor": ("models.resolve",),
     "bench": EVERYTHING,
@@ -68,6 +69,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 EXCEPTIONS = {
     ("trace.state", "engine.core"),  # a type: walk_live reads a live engine, for tests of the fold
     ("trace.state", "kv.hashing"),   # walk_live, the same short hashes
+    ("trace.trace", "viewer.widget"),        # what leads from a trace to its pictures: one lazy line each
+    ("trace.trace", "display.block_table"),
+    ("trace.trace", "display.tables"),
+    ("trace.trace", "display.charts"),
 }
 
 TORCH_HALF = (

@@ -32,6 +32,9 @@ from pagedlab.trace.events import (
 from pagedlab.trace.file import load_trace, save_trace
 
 if TYPE_CHECKING:
+    from pagedlab.display.block_table import BlockTableDiagram
+    from pagedlab.display.charts import PoolMap, Timeline
+    from pagedlab.display.tables import SlotMappingTable
     from pagedlab.trace.diff import Difference
     from pagedlab.trace.state import EngineState
 
@@ -300,6 +303,36 @@ class Trace:
         return fold.states[self.engine]
 
     # ------------------------------------------------------------------ elsewhere
+
+    def view(self, steps: tuple[int, int] | None = None) -> Any:
+        """The interactive viewer, for a notebook: live where widgets run, a page in a frame elsewhere."""
+        from pagedlab.viewer.widget import viewer
+
+        return viewer(self, steps)
+
+    def block_table(self, request: str, step: int | None = None) -> BlockTableDiagram:
+        """The request's block table, drawn; by default in the last step that schedules it."""
+        from pagedlab.display.block_table import BlockTableDiagram
+
+        return BlockTableDiagram(self, request, step)
+
+    def slot_mapping(self, step: int, group: int = 0) -> SlotMappingTable:
+        """Every token of a step on its way to its slot, as a table."""
+        from pagedlab.display.tables import SlotMappingTable
+
+        return SlotMappingTable(self, step, group)
+
+    def block_pool(self, step: int | None = None) -> PoolMap:
+        """The block pool in a step, drawn; by default at the end."""
+        from pagedlab.display.charts import PoolMap
+
+        return PoolMap(self, step)
+
+    def timeline(self) -> Timeline:
+        """Tokens and blocks per step and a lane per request, drawn."""
+        from pagedlab.display.charts import Timeline
+
+        return Timeline(self)
 
     def diff(self, other: Trace) -> Difference | None:
         """The first decision in which two runs part; None if there is none."""

@@ -35,7 +35,7 @@ def viewer(trace: Trace, steps: tuple[int, int] | None = None) -> Any:
         css = traitlets.Unicode("").tag(sync=True)
 
         def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-            bundle, metadata = super()._repr_mimebundle_(**kwargs)
+            bundle, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
             return {**bundle, "text/html": frame}, metadata
 
     return Viewer(meta=json.dumps(packed.meta), chunks=packed.chunks, css=asset("viewer.css"))
