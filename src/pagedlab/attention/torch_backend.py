@@ -52,8 +52,8 @@ class TorchMetadataBuilder(MetadataBuilder):
         for batch_idx, query_len in enumerate(common.query_lens):
             if query_len > 1:
                 alike[("prefill", batch_idx)] = [batch_idx]
-            elif query_len == 1:  # padding to the longest at most doubles the work
-                alike.setdefault(self._num_visible(seq_lens[batch_idx]).bit_length(), []).append(batch_idx)
+            elif query_len == 1:
+                alike.setdefault(self._length_class(seq_lens[batch_idx]), []).append(batch_idx)
         calls = [self._plan(common, rows, seq_lens, starts) for rows in alike.values()]
         if trace.tensors:
             emit_metadata_built(
@@ -61,8 +61,15 @@ class TorchMetadataBuilder(MetadataBuilder):
             )
         return TorchAttentionMetadata(common, calls)
 
-    def _num_visible(self, seq_len: int) -> int:
-        return seq_len if self.spec.sliding_window is None else min(seq_len, self.spec.sliding_window)
+    def _length_class(self, seq_len: int) -> int:
+        """Decodes of one class are padded to its longest, by a quarter at most.
+
+        In blocks: 1, 2, 3, …, 7, then 8 to 9, 10 to 11, 12 to 13, 14 to 15, 16 to 19, 20 to 23, …
+        """
+        visible = seq_len if self.spec.sliding_window is None else min(seq_len, self.spec.sliding_window)
+        num_blocks = -(-visible // self.spec.block_size)
+        shift = max(0, num_blocks.bit_length() - 3)
+        return num_blocks >> shift << shift
 
     def _plan(
         self, common: CommonAttentionMetadata, rows: list[int], seq_lens: list[int], starts: list[int]
