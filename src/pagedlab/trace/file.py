@@ -6,6 +6,7 @@ leave a prefix that opens. The reader trusts nothing: a trace may be a stranger'
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -143,6 +144,9 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
             before the last, or more than ``MAX_BYTES`` of JSON.
     """
     lines = _Lines(Path(path))
+    # Events hold no cycles, and looking for some among millions of lists takes most of the time.
+    was_collecting = gc.isenabled()
+    gc.disable()
     try:
         header = _read_header(lines)
         events: list[Event] = [header]
@@ -150,6 +154,9 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
         is_cut = _read_records(lines, events, num_unknown)
     except OSError as error:
         raise UserError(f"cannot read the trace {path}: {error.strerror}.") from None
+    finally:
+        if was_collecting:
+            gc.enable()
     if num_unknown:
         kinds = ", ".join(sorted(num_unknown)[:5]) + (", …" if len(num_unknown) > 5 else "")
         notice(f"{path}: skipped {sum(num_unknown.values())} records of kinds this version does not know ({kinds})")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pagedlab.trace.trace import Trace
 
 
-SNAPSHOT_EVENTS = 8192  # most events a reader folds to get from a snapshot to any moment, give or take a step
+SNAPSHOT_EVENTS = 8192         # after so many events a snapshot is written again, that a reader may jump to …
+SNAPSHOT_VALUES_PER_EVENT = 8  # … but no more than so many of its values per event: a large state comes seldom
 
 
 class Sink(Protocol):
@@ -67,7 +68,7 @@ class Tracer:
             raise UserError(f"record is {record!r}: choose one of {', '.join(LEVELS)}.")
         self._sinks, self._record, self.layers, self._snapshot_every = sinks, record, layers, snapshot_every
         self._seq, self._engine, self._step = 0, -1, -1
-        self._snapshot_at: dict[int, tuple[int, int]] = {}  # engine -> step and seq of its latest snapshot
+        self._next_snapshot: dict[int, tuple[int, int, int]] = {}  # engine -> due from this step or seq, and this seq
         self._has_header = False
         depth = LEVELS.index(record)
         self.on = True
@@ -94,12 +95,15 @@ class Tracer:
         self._engine, self._step = engine.engine_id, engine.step_id
         if not self._has_header:
             self._write_header(engine.describe())
-        step, seq = self._snapshot_at.get(engine.engine_id, (-1, None))
-        if seq is None or engine.step_id - step >= self._snapshot_every or self._seq - seq >= SNAPSHOT_EVENTS:
+        due = self._next_snapshot.get(engine.engine_id)
+        if due is None or (self.blocks and due[2] <= self._seq and (due[0] <= engine.step_id or due[1] <= self._seq)):
             snapshot = engine.snapshot()
             if snapshot is not None:
-                self._snapshot_at[engine.engine_id] = engine.step_id, self._seq
                 self.emit(snapshot)
+                spacing = num_values(snapshot) // SNAPSHOT_VALUES_PER_EVENT
+                self._next_snapshot[engine.engine_id] = (
+                    engine.step_id + self._snapshot_every, self._seq + SNAPSHOT_EVENTS, self._seq + spacing
+                )
 
     def begin_step(self, step_id: int) -> None:
         """What follows belongs to this step: called, guarded, where schedule() begins."""
@@ -126,6 +130,12 @@ class Tracer:
             )
         )
         self._engine, self._step = engine, step
+
+
+def num_values(snapshot: EngineSnapshot) -> int:
+    """About how many numbers and texts the record holds."""
+    per_request = (2 * len(r.token_ids) if r.token_texts else len(r.token_ids) for r in snapshot.requests)
+    return snapshot.num_blocks + sum(per_request)
 
 
 trace = Tracer()

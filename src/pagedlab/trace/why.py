@@ -216,7 +216,7 @@ def _prefix_lines(e: PrefixMatched) -> list[str]:
     lines = [f"{hit}; it stopped at block {e.stopped_at_block}: {because}."]
     if e.why in ("caching_off", "prompt_logprobs"):
         return [f"Prefix cache: not asked, {because}."]
-    if e.why == "evicted" and e.evicted_at_step is not None:
+    if e.evicted_at_step is not None:
         lines.append(f"Block {e.similar_block_id} held that key (hash {e.hash}) until step {e.evicted_at_step}, when "
                      f"it was handed to {e.evicted_for}.")
     elif e.key_differs is not None:
