@@ -43,7 +43,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models.resolve": (),
     "worker": ("trace", "kernels", "attention", "models"),
     # ---- the whole engine
-    "engine.llm": ("trace", *CONTROL, *TEXT, "engine.interrupt", "models.config", "models.resolve", "worker"),
+    "engine.build": ("trace", *CONTROL, "engine.tokenizer", "models.config", "models.resolve", "worker"),
+    "engine.llm": ("trace", *CONTROL, *TEXT, "engine.interrupt", "engine.build"),
     # ---- beside it
     "scenarios": ("trace", *CONTROL),
     "simulate": ("trace", *CONTROL, "scenarios", "engine.tokenizer", "models.resolve"),
@@ -76,8 +77,8 @@ EXCEPTIONS = {
 }
 
 TORCH_HALF = (
-    "worker", "kernels", "attention", "models", "engine.llm", "bench", "conformance.worker", "conformance.checkpoint",
-    "conformance.single_engine", "conformance.worked_examples",
+    "worker", "kernels", "attention", "models", "engine.build", "engine.llm", "bench",
+    "conformance.worker", "conformance.checkpoint", "conformance.single_engine", "conformance.worked_examples",
 )  # fmt: skip
 TORCH_FREE_IN_IT = ("models.config", "models.resolve", "bench.__init__", "bench.startup", "bench.throughput")
 ASKS_FOR_TORCH_INSIDE = ("doctor", "commands.bench", "bench.startup")  # in a function, to measure or to describe it

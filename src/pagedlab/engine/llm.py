@@ -8,32 +8,22 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pagedlab.config import EngineConfig
-from pagedlab.engine.core import EngineCore, next_engine_id
+from pagedlab.engine.build import build_engine
 from pagedlab.engine.guards import check_at_the_door
 from pagedlab.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagedlab.engine.interrupt import Interrupts
 from pagedlab.engine.output_processor import OutputKind, OutputProcessor, RequestOutput
-from pagedlab.engine.tokenizer import Tokenizer
 from pagedlab.errors import UserError
 from pagedlab.kv.hashing import request_block_hasher
-from pagedlab.kv.initialize import get_kv_cache_config, get_kv_cache_groups, initialize, resolve_max_model_len
-from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
-from pagedlab.models.config import ModelConfig
-from pagedlab.models.resolve import display_name, resolve_model
 from pagedlab.sampling_params import SamplingParams
-from pagedlab.sched.scheduler import Scheduler
-from pagedlab.trace.events import EngineSnapshot, RequestRefused, Scalar
+from pagedlab.trace.events import RequestRefused
 from pagedlab.trace.tracer import trace
-from pagedlab.worker.kv_memory import Available
-from pagedlab.worker.worker import Worker
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -67,13 +57,10 @@ class LLM:
             UserError: an unknown or impossible knob, no such model, or one that does not fit.
         """
         self.config = _engine_config(model, config, knobs)
-        self.startup_seconds: dict[str, float] = {}
-        with self._timed("find the model"):
-            model_dir = resolve_model(self.config.model)
-            self.model_config = ModelConfig.from_directory(model_dir)
-        with self._timed("read the tokenizer"):
-            self.tokenizer = Tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
-        self.core = self._build_core(model_dir)
+        engine = build_engine(self.config)
+        self.model_config, self.tokenizer, self.core = engine.model_config, engine.tokenizer, engine.core
+        self.max_model_len, self.kv_cache_config = engine.max_model_len, engine.kv_cache_config
+        self.startup_seconds = engine.startup_seconds
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=self.model_config.vocab_size,
@@ -307,109 +294,6 @@ class LLM:
             self.abort(request_ids)
             for request_id in request_ids:
                 del self._inboxes[request_id]
-
-    # ---------------------------------------------------------------- building
-
-    def _build_core(self, model_dir: Path) -> EngineCore:
-        """Worker, KV cache, scheduler: in this order, as the cache's size needs the model in memory."""
-        config, model_config = self.config, self.model_config
-        with self._timed("load the weights"):
-            worker = Worker(config, model_config, model_dir)
-            worker.load_model()
-        with self._timed("initialize the KV cache"):
-            specs = worker.get_kv_cache_specs()
-            available_bytes, how, terms = self._available_memory(worker, specs)
-            self.max_model_len, warning = resolve_max_model_len(
-                specs,
-                available_bytes,
-                max_model_len=config.max_model_len,
-                model_max_len=model_config.max_position_embeddings,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                num_blocks=config.num_blocks,
-            )
-            if warning:
-                print(f"pagedlab: notice: {warning}", file=sys.stderr)
-            engine_id = next_engine_id()
-            about = self._about(worker)
-            if trace.on:
-                trace.enter(_EngineUnderConstruction(engine_id, about))
-            self.kv_cache_config = initialize(
-                specs, available_bytes, how, terms, max_model_len=self.max_model_len, num_blocks=config.num_blocks
-            )
-            _allocate(worker, self.kv_cache_config, self.max_model_len)
-        scheduler = Scheduler(
-            config.scheduler_config(self.max_model_len),
-            self.kv_cache_config,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        token_text = None if self.tokenizer is None else self.tokenizer.token_text
-        worker.runner.sampler.token_text = token_text
-        return EngineCore(scheduler, worker, about=about, engine_id=engine_id, token_text=token_text)
-
-    def _available_memory(self, worker: Worker, specs: dict[str, AttentionSpec]) -> Available:
-        """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
-        num_blocks = self.config.num_blocks
-        if num_blocks is None:
-            return worker.determine_available_memory()
-        bytes_per_block = get_kv_cache_config(get_kv_cache_groups(specs), 0, num_blocks).bytes_per_block
-        terms: dict[str, Scalar] = {"num_blocks": num_blocks, "bytes_per_block": bytes_per_block}
-        return num_blocks * bytes_per_block, "num_blocks_given", terms
-
-    def _about(self, worker: Worker) -> dict[str, dict[str, Any]]:
-        """The header's model, config and tokenizer: what this engine is, with everything resolved."""
-        model = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.model_config).items()}
-        return {
-            "model": {
-                "name": display_name(self.config.model),
-                **model,
-                "num_parameters": worker.runner.model.num_parameters,
-            },
-            "config": {
-                **asdict(self.config),
-                "max_model_len": self.max_model_len,
-                "device": str(worker.device),
-                "dtype": str(worker.dtype).removeprefix("torch."),
-                "attention_backend": worker.backend.name,
-            },
-            "tokenizer": {} if self.tokenizer is None else dict(self.tokenizer.describe()),
-        }
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.startup_seconds[part] = time.perf_counter() - start
-
-
-class _EngineUnderConstruction:
-    """What the tracer is told before there is an engine: its id and the header, and no state yet."""
-
-    step_id = -1
-
-    def __init__(self, engine_id: int, about: dict[str, dict[str, Any]]) -> None:
-        self.engine_id = engine_id
-        self._about = about
-
-    def describe(self) -> dict[str, Any]:
-        return self._about
-
-    def snapshot(self) -> EngineSnapshot | None:
-        return None
-
-
-def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
-    """Have the worker make the cache; more than the machine can give is a user's mistake."""
-    try:
-        worker.initialize_from_config(kv_cache_config, max_model_len)
-    except (RuntimeError, MemoryError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
-            raise
-        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        raise UserError(
-            f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
-            "more than this machine can give: lower num_blocks or kv_cache_memory."
-        ) from e
 
 
 def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs: Mapping[str, Any]) -> EngineConfig:

@@ -1,0 +1,159 @@
+"""From an EngineConfig to an engine: find the model, load it, size and make its cache, join the halves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pagedlab.config import EngineConfig
+from pagedlab.engine.core import EngineCore, next_engine_id
+from pagedlab.engine.tokenizer import Tokenizer
+from pagedlab.errors import UserError
+from pagedlab.kv.initialize import get_kv_cache_config, get_kv_cache_groups, initialize, resolve_max_model_len
+from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
+from pagedlab.models.config import ModelConfig
+from pagedlab.models.resolve import display_name, resolve_model
+from pagedlab.sched.scheduler import Scheduler
+from pagedlab.trace.events import EngineSnapshot, Scalar
+from pagedlab.trace.tracer import trace
+from pagedlab.worker.kv_memory import Available
+from pagedlab.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """The parts, ready to run."""
+
+    core: EngineCore
+    tokenizer: Tokenizer | None        # None: the model folder has no tokenizer.json
+    model_config: ModelConfig
+    kv_cache_config: KVCacheConfig
+    max_model_len: int                 # resolved
+    startup_seconds: dict[str, float]  # where the time went
+
+
+def build_engine(config: EngineConfig) -> BuiltEngine:
+    """Build in this order: the cache's size needs the model in memory, the scheduler needs the cache's size.
+
+    Raises:
+        UserError: no such model, or it does not fit.
+    """
+    seconds: dict[str, float] = {}
+    with _timed("find the model", seconds):
+        model_dir = resolve_model(config.model)
+        model_config = ModelConfig.from_directory(model_dir)
+    with _timed("read the tokenizer", seconds):
+        tokenizer = Tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
+    with _timed("load the weights", seconds):
+        worker = Worker(config, model_config, model_dir)
+        worker.load_model()
+    with _timed("initialize the KV cache", seconds):
+        engine_id = next_engine_id()
+        about = _describe(config, model_config, worker, tokenizer)
+        kv_cache_config, max_model_len = _make_kv_cache(worker, config, model_config, engine_id, about)
+    scheduler = Scheduler(
+        config.scheduler_config(max_model_len),
+        kv_cache_config,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    token_text = None if tokenizer is None else tokenizer.token_text
+    worker.runner.sampler.token_text = token_text
+    core = EngineCore(scheduler, worker, about=about, engine_id=engine_id, token_text=token_text)
+    return BuiltEngine(core, tokenizer, model_config, kv_cache_config, max_model_len, seconds)
+
+
+def _make_kv_cache(
+    worker: Worker,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    engine_id: int,
+    about: dict[str, dict[str, Any]],
+) -> tuple[KVCacheConfig, int]:
+    """Memory → blocks → longest request → buffers; the trace begins here, with the header complete."""
+    specs = worker.get_kv_cache_specs()
+    available_bytes, how, terms = _available_memory(worker, config, specs)
+    max_model_len, warning = resolve_max_model_len(
+        specs,
+        available_bytes,
+        max_model_len=config.max_model_len,
+        model_max_len=model_config.max_position_embeddings,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks,
+    )
+    if warning:
+        print(f"pagedlab: notice: {warning}", file=sys.stderr)
+    num_blocks = get_kv_cache_config(get_kv_cache_groups(specs), available_bytes, config.num_blocks).num_blocks
+    about["config"] |= {"max_model_len": max_model_len, "num_blocks": num_blocks}
+    if trace.on:
+        trace.enter(_EngineUnderConstruction(engine_id, about))
+    kv_cache_config = initialize(specs, available_bytes, how, terms, max_model_len=max_model_len, num_blocks=num_blocks)
+    _allocate(worker, kv_cache_config, max_model_len)
+    return kv_cache_config, max_model_len
+
+
+def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, AttentionSpec]) -> Available:
+    """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
+    if config.num_blocks is None:
+        return worker.determine_available_memory()
+    bytes_per_block = get_kv_cache_config(get_kv_cache_groups(specs), 0, config.num_blocks).bytes_per_block
+    terms: dict[str, Scalar] = {"num_blocks": config.num_blocks, "bytes_per_block": bytes_per_block}
+    return config.num_blocks * bytes_per_block, "num_blocks_given", terms
+
+
+def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    """Have the worker make the cache; more than the machine can give is a user's mistake."""
+    try:
+        worker.initialize_from_config(kv_cache_config, max_model_len)
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
+            raise
+        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        raise UserError(
+            f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
+            "more than this machine can give: lower num_blocks or kv_cache_memory."
+        ) from e
+
+
+def _describe(
+    config: EngineConfig, model_config: ModelConfig, worker: Worker, tokenizer: Tokenizer | None
+) -> dict[str, dict[str, Any]]:
+    """The header's model, config and tokenizer: what this engine is, with everything resolved."""
+    model = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(model_config).items()}
+    return {
+        "model": {"name": display_name(config.model), **model, "num_parameters": worker.runner.model.num_parameters},
+        "config": {
+            **asdict(config),
+            "device": str(worker.device),
+            "dtype": str(worker.dtype).removeprefix("torch."),
+            "attention_backend": worker.backend.name,
+        },
+        "tokenizer": {} if tokenizer is None else dict(tokenizer.describe()),
+    }
+
+
+class _EngineUnderConstruction:
+    """What the tracer is told before there is an engine: its id and the header, and no state yet."""
+
+    step_id = -1
+
+    def __init__(self, engine_id: int, about: dict[str, dict[str, Any]]) -> None:
+        self.engine_id = engine_id
+        self._about = about
+
+    def describe(self) -> dict[str, Any]:
+        return self._about
+
+    def snapshot(self) -> EngineSnapshot | None:
+        return None
+
+
+@contextmanager
+def _timed(part: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - start
