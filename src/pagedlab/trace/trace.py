@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from pagedlab.trace.diff import Difference
     from pagedlab.trace.state import EngineState
 
-CHECKPOINT_EVENTS = 4096  # where the file has no snapshot, at() keeps a state every so many events
+CHECKPOINT_EVENTS = 4096  # where the file has no snapshot, at() keeps a state every so many events …
+MAX_CHECKPOINTS = 64      # … but not many more states than this of one trace
 
 
 class StepTrace:
@@ -293,9 +294,10 @@ class Trace:
             start = snapshot
         else:
             fold = Fold.resuming(self._checkpoints[start].copy(), self.events[start])
+        spacing = max(CHECKPOINT_EVENTS, len(self.events) // MAX_CHECKPOINTS)
         for i in range(start + 1, index + 1):
             fold.apply(self.events[i])
-            if (i - start) % CHECKPOINT_EVENTS == 0 and self.engine in fold.states:
+            if (i - start) % spacing == 0 and self.engine in fold.states:
                 self._checkpoints[i] = fold.states[self.engine].copy()
         if self.engine not in fold.states:
             lost = f"there is no state at seq {self.events[index].seq}: records were lost before it"
