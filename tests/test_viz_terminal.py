@@ -456,7 +456,7 @@ def test_a_trace_that_holds_only_a_header_opens():
 
 def test_a_trace_cut_anywhere_opens(scenarios, real):
     for events in (scenarios["priority"], real):
-        for end in range(1, len(events), max(1, len(events) // 40)):
+        for end in range(1, len(events), max(1, len(events) // 16)):
             assert_fits(show(events[:end], 80), 80)
 
 

@@ -119,7 +119,7 @@ def _memory(pen: Pen, events: list[Event]) -> list[Text]:
         if width is not None and 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * width == spec.page_bytes:
             parts.append(f"2 (key, value) · {spec.block_size} tokens · {spec.num_kv_heads} kv heads · "
                          f"{spec.head_dim} dims · {width} bytes = ")
-        parts += [(f"{spec.page_bytes:,} B", "number")]
+        parts += [(glue(f"{spec.page_bytes:,} B"), "number")]
         if len(kinds) > 1:
             parts.append(f" ({plural(len(same), 'layer')}, {pen.plain(kind_of(spec))})")
         lines += pen.paragraph(*parts, hang=2)
@@ -141,9 +141,9 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
     if layers and layers * pages[0] == config.bytes_per_block:
         what = "layers" if len(config.groups) == 1 else "buffers (each shared by one layer of every group)"
         lines += pen.paragraph(f"one block = {pages[0]:,} B × {layers} {what} = ",
-                               (f"{config.bytes_per_block:,} B", "number"), hang=2)
+                               (glue(f"{config.bytes_per_block:,} B"), "number"), hang=2)
     else:
-        lines += pen.paragraph("one block, all buffers = ", (f"{config.bytes_per_block:,} B", "number"), hang=2)
+        lines += pen.paragraph("one block, all buffers = ", (glue(f"{config.bytes_per_block:,} B"), "number"), hang=2)
     usable = config.num_blocks - 1
     tokens = min((group.block_size for group in config.groups), default=0)
     if memory is not None and memory.how == "num_blocks_given":
@@ -153,7 +153,7 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
         how = f" ({HOW_FOUND.get(memory.how) or pen.plain(memory.how)})" if memory is not None else ""
         parts = [f"{config.available_bytes:,} B{how} ÷ one block = ", (f"{config.num_blocks:,} blocks", "number")]
     lines += pen.paragraph(*parts, f"; block 0 is the null block, so {usable:,} hold tokens",
-                           f": {usable * tokens:,} slots" if len(config.groups) == 1 else "", hang=2)
+                           ": " + glue(f"{usable * tokens:,} slots") if len(config.groups) == 1 else "", hang=2)
     if memory is not None and memory.terms and memory.how != "num_blocks_given":
         terms = " · ".join(f"{pen.plain(key, 40).replace('_', ' ')} {_term(pen, key, value)}"
                            for key, value in memory.terms.items())

@@ -1,13 +1,19 @@
-"""The tracer's output as an SVG: for the README, drawn from a trace like everything else."""
+"""The tracer's output as an SVG, drawn from a trace like everything else.
+
+``python -m pagedlab.viz.svg TRACE FILE`` writes one; the README's picture was made with it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import io
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 
-from pagedlab.trace.events import Event, Level
+from pagedlab.trace.events import LEVELS, Event, Level
+from pagedlab.trace.trace import Trace
 from pagedlab.viz.terminal import TerminalTracer
 from pagedlab.viz.theme import DARK, LIGHT
 
@@ -72,3 +78,23 @@ def export_svg(
     return console.export_svg(
         title=title, theme=LIGHT if light else DARK, code_format=FRAME, font_aspect_ratio=0.61, unique_id="pagedlab",
     )
+
+
+def main() -> None:
+    """The command behind the README's picture."""
+    parser = argparse.ArgumentParser(prog="python -m pagedlab.viz.svg", description=main.__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--width", type=int, default=100)
+    parser.add_argument("--detail", choices=LEVELS, default="blocks")
+    parser.add_argument("--title", default="pagedlab trace")
+    parser.add_argument("--light", action="store_true")
+    parser.add_argument("--until-step", type=int)
+    args = parser.parse_args()
+    svg = export_svg(Trace.load(args.trace), width=args.width, detail=args.detail, title=args.title, light=args.light,
+                     until_step=args.until_step)
+    args.file.write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

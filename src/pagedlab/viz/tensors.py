@@ -42,12 +42,12 @@ def index_chain(pen: Pen, view: StepView, *, formula: bool) -> list[Text]:
             rows.append([
                 (str(event.token[i]), "dim"), (_token_text(pen, view, event, i, inputs), "written"),
                 str(event.row[i]), str(event.position[i]), f"{event.logical_block[i]} + {event.offset[i]}",
-                _table_index(event, i, spelled=pen.width >= 92),
+                _table_index(event, i, spelled=pen.width >= 88),
                 (str(event.block_id[i]), "number"), (str(event.slot[i]), "chosen"),
             ])
-        wide = pen.width >= 86
+        wide = pen.width >= 78
         header: list[Part] = (
-            ["token", "text", "row", "position", "logical block + offset", "table index", "block", "slot"] if wide
+            ["token", "text", "row", "position", "logical + offset", "table index", "block", "slot"] if wide
             else ["tok", "text", "row", "pos", "log+off", "index", "block", "slot"]
         )
         right = [True, False, True, True, True, True, True, True]
@@ -161,15 +161,15 @@ def launches(pen: Pen, view: StepView) -> list[Text]:
     lines: list[Text] = []
     for (name, grid, how, meta), layers in grouped.items():
         where = plural(len(layers), "layer") if len(layers) > 1 else pen.plain(layers[0], 40)
-        facts = [f" × {where}" if where else "", f"grid {grid}" if grid != "[]" else "", _how(how)]
-        lines += pen.paragraph((pen.plain(name, 40), "number"), " · ".join(fact for fact in facts if fact),
+        facts = [f"× {where}" if where else "", f"grid {grid}" if grid != "[]" else "", _how(how)]
+        lines += pen.paragraph((pen.plain(name, 40), "number"), " " + " · ".join(fact for fact in facts if fact),
                                (f" · {pen.plain(meta)}" if meta else "", "dim"), hang=2)
     reads: dict[tuple[str, tuple[int, ...]], int] = {}
     for read in view.of(KvRead):
         key = (read.request_id, tuple(read.block_ids))
         reads[key] = reads.get(key, 0) + 1
     for (name, ids), count in list(reads.items())[: pen.limits.requests]:
-        what = f": blocks {pen.ids(ids)} in {plural(count, 'layer')}"
+        what = f": {'block' if len(ids) == 1 else 'blocks'} {pen.ids(ids)} in {plural(count, 'layer')}"
         lines += pen.paragraph("attention read for ", pen.name(name), what, hang=2)
     return lines
 

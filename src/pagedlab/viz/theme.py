@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 
-BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f7fc4", "#c2640a", "#0e8a68", "#b0569a", "#d4451f", "#7a7a7a"
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f7fc4", "#c2640a", "#0e8a68", "#b0569a", "#d4451f", "#7e7e7e"
 
 STYLES = {
     "null": f"{GREY}",
