@@ -47,6 +47,7 @@ from pagedlab.trace.events import (
     StepScheduled,
     StepStarted,
     TokensSampled,
+    TraceFinished,
     kind_of,
 )
 from pagedlab.trace.state import EngineState, Fold
@@ -119,7 +120,8 @@ def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list
     fold = Fold.starting_at(snapshot)
     state = fold.states[engine].copy()
     about = [e for e in events[:first] if kind_of(e) not in ("trace_header",)]
-    events = [e for e in events[first + 1 :] if type(e) is not EngineSnapshot]  # later ones are for readers who jump
+    for_readers = (EngineSnapshot, TraceFinished)  # later snapshots and the end mark: nothing the engine did
+    events = [e for e in events[first + 1 :] if type(e) not in for_readers]
     if steps is None:
         return about + events, state
     start = next((i for i, e in enumerate(events) if e.step >= steps[0]), None)

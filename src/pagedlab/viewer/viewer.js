@@ -883,8 +883,8 @@ function summary(r) {
 
 /** @param {any} r @param {string} words */
 function matches(r, words) {
-  return words.split(/\s+/).every((word) => {
-    const block = /^block[ _]?(\d+)$/.exec(word);
+  return words.replace(/block (?=\d)/g, "block").split(/\s+/).every((word) => {
+    const block = /^block(\d+)$/.exec(word);
     if (block) return r.block_id === Number(block[1]);
     return r.kind.includes(word) || String(r.request_id ?? "").toLowerCase() === word;
   });

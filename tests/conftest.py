@@ -1,0 +1,40 @@
+"""Browser tests run where a Chromium is found; elsewhere the last line says what was not run.
+
+With PAGEDLAB_REQUIRE_CHROMIUM=1, as in CI, a missing Chromium is a failure.
+"""
+
+import os
+import shutil
+
+import pytest
+
+
+def find_chromium():
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def browser(request):
+    """A headless Chromium that asks nobody outside for anything."""
+    path = find_chromium()
+    if path is None:
+        if os.environ.get("PAGEDLAB_REQUIRE_CHROMIUM"):
+            pytest.fail("no Chromium found, and PAGEDLAB_REQUIRE_CHROMIUM is set")
+        pytest.skip("no Chromium found")
+    from playwright.sync_api import sync_playwright
+
+    quiet = ["disable-gpu", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync",
+             "disable-quic"]  # fmt: skip
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", *(f"--{flag}" for flag in quiet)]
+        )
+        yield browser
+        browser.close()
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "Chromium" in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"not run: {len(skipped)} browser tests, because no Chromium was found")

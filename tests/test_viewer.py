@@ -1,0 +1,322 @@
+"""The viewer in a real Chromium: what it shows is what the trace says."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pagedlab.conformance.scheduler import Replay
+from pagedlab.errors import UserError
+from pagedlab.figures.record import stored
+from pagedlab.scenarios.scenario import Scenario
+from pagedlab.trace.events import SlotsMapped, kind_of
+from pagedlab.trace.tracer import tracing
+from pagedlab.viewer import page as viewer_page
+from pagedlab.viewer.page import write_page
+
+RECORDINGS = Path(__file__).parent / "data" / "conformance" / "scheduler"
+HOSTILE = [
+    "</script><script>window.pwned = 1</script>",
+    '<img src=x onerror="window.pwned = 1">',
+    "'\"><svg onload=window.pwned=1>",
+    "\x1b[31mred\x1b[0m \x07 \x00",
+    "\u202eright to left\u202c \u2066isolate",
+    "🦊👩‍👩‍👧 你好 नमस्ते שלום",
+    "${window.pwned=1} {{constructor.constructor('window.pwned=1')()}}",
+]
+
+
+def recorded(names):
+    """Traces of recorded scenarios, at blocks."""
+    with gzip.open(RECORDINGS / "handmade.jsonl.gz", "rt") as file:
+        documents = [json.loads(line) for line in file]
+    with gzip.open(RECORDINGS / "random.jsonl.gz", "rt") as file:
+        documents += [json.loads(line) for line in file]
+    for document in documents:
+        if document["name"] in names:
+            with tracing("blocks") as trace:
+                replay = Replay(Scenario.from_document(document, document["name"]))
+                for _ in document["steps"]:
+                    replay.step()
+            yield document["name"], trace
+
+
+class Page:
+    """A viewer in a tab, and everything that went wrong in it."""
+
+    def __init__(self, browser, path, **context):
+        self.errors, self.requests = [], []
+        self.tab = browser.new_page(**{"viewport": {"width": 1400, "height": 900}, **context})
+        self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.tab.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        self.tab.on("dialog", lambda dialog: (self.errors.append("a dialog"), dialog.dismiss()))
+        self.tab.on("request", lambda r: self.requests.append(r.url))
+        self.tab.goto(path.as_uri())
+        self.tab.wait_for_function("window.viewer")
+        self.settle()
+
+    def settle(self):
+        self.tab.evaluate("viewer.settled")
+
+    def goto(self, event):
+        self.tab.evaluate("async (e) => { viewer.settled = viewer.goto(e); await viewer.settled; }", event)
+
+    def state(self):
+        return self.tab.evaluate("viewer.snapshot()")
+
+    def inside(self, selector):
+        return self.tab.locator(f"#viewer {selector}")
+
+    def close(self):
+        self.tab.close()
+        assert self.errors == []
+        assert [u for u in self.requests if not u.startswith(("file:", "data:", "blob:"))] == []
+
+
+def plain(state):
+    """Trace.at in the words of the page's snapshot()."""
+    return {
+        "waiting": state.waiting,
+        "running": state.running,
+        "free_queue": list(state.free_queue),
+        "ref_counts": {str(k): v for k, v in state.ref_counts.items()},
+        "cached_blocks": {str(k): v for k, v in state.cached_blocks.items()},
+        "requests": {
+            k: {
+                "status": r.status, "computed": r.num_computed_tokens, "known": len(r.token_ids), "tables": r.block_ids,
+            }
+            for k, r in state.requests.items()
+        },
+        "rows": {str(k): r.request_id for k, r in state.rows.items()},
+    }  # fmt: skip
+
+
+def shown_events(trace):
+    """The events the page has, by its own index."""
+    events = [e for e in trace if e.engine == trace.engine and kind_of(e) != "trace_header"]
+    first = next(i for i, e in enumerate(events) if kind_of(e) == "engine_snapshot")
+    about, rest = events[:first], events[first + 1 :]
+    return about + [e for e in rest if kind_of(e) not in ("engine_snapshot", "trace_finished")]
+
+
+def assert_states_equal(page, trace, indices):
+    events = shown_events(trace)
+    for index in indices:
+        if events[index].step < 0 and kind_of(events[index]).startswith("kv_"):
+            continue  # before the engine's first state
+        page.goto(index)
+        assert page.state() == plain(trace.at(seq=events[index].seq)), f"event {index}: {kind_of(events[index])}"
+
+
+STORIES = [
+    "hybrid_two_block_sizes", "priority_victim_already_scheduled", "reset_prefix_cache", "abort_two_at_once",
+    "sliding_window_prefix_hit", "resume_in_chunks", "duplicate_blocks_first_one_wins",
+]  # fmt: skip
+
+
+def test_the_page_stands_where_the_trace_stands_at_random_events_of_recorded_runs(browser, tmp_path):
+    seen = 0
+    for name, trace in recorded([*STORIES, "random-0002", "random-0040", "random-0118"]):
+        path = tmp_path / f"{name}.html"
+        write_page(trace, path)
+        page = Page(browser, path)
+        count = len(shown_events(trace))
+        assert page.tab.evaluate("viewer.meta.num_events") == count
+        rng = random.Random(name)
+        assert_states_equal(page, trace, [*rng.sample(range(count), min(12, count)), count - 1, 0])
+        page.close()
+        seen += 1
+    assert seen >= len(STORIES) + 1
+
+
+def test_the_page_stands_where_the_trace_stands_on_the_model_with_rows(browser, tmp_path):
+    for name in ("preemption", "state-rows"):
+        trace = stored(name)
+        path = tmp_path / f"{name}.html"
+        write_page(trace, path)
+        page = Page(browser, path)
+        count = len(shown_events(trace))
+        assert_states_equal(page, trace, range(0, count, max(1, count // 25)))
+        page.close()
+
+
+def test_a_page_of_some_steps_starts_from_the_state_before_them(browser, tmp_path):
+    trace = stored("preemption")
+    path = tmp_path / "part.html"
+    write_page(trace, path, steps=(5, 8))
+    page = Page(browser, path)
+    assert page.tab.evaluate("viewer.meta.columns.step") == [5, 6, 7, 8]
+    page.goto(page.tab.evaluate("viewer.meta.num_events") - 1)
+    last = max(e.seq for e in trace if e.step == 8)
+    assert page.state() == plain(trace.at(seq=last))
+    page.close()
+
+
+def test_a_changed_op_is_noticed_by_the_comparison(browser, tmp_path, monkeypatch):
+    """The counterpart: with one rule of the packer spoiled, the states differ."""
+    from pagedlab.trace.events import BlockFreed
+    from pagedlab.viewer import pack
+
+    monkeypatch.setitem(pack._RULES, BlockFreed, lambda packer, event: [])
+    trace = stored("preemption")
+    path = tmp_path / "spoiled.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    page.goto(len(shown_events(trace)) - 1)
+    assert page.state() != plain(trace.at())
+    page.close()
+
+
+def test_keys_timeline_and_buttons_move_through_the_run(browser, tmp_path):
+    trace = stored("mixed-batch")
+    path = tmp_path / "mixed.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    at = "viewer.cursor.event"
+    page.goto(40)
+    page.inside(".viewer").focus()
+    page.tab.keyboard.press("ArrowRight")
+    page.settle()
+    assert page.tab.evaluate(at) == 41
+    page.tab.keyboard.press("ArrowLeft")
+    page.settle()
+    assert page.tab.evaluate(at) == 40
+    page.tab.keyboard.press("End")
+    page.settle()
+    assert page.tab.evaluate(at) == len(shown_events(trace)) - 1
+    page.tab.keyboard.press("Home")
+    page.settle()
+    page.tab.keyboard.press("Shift+ArrowRight")
+    page.settle()
+    assert "step 0" in page.inside(".position").inner_text()
+    box = page.inside(".timeline").bounding_box()
+    page.tab.mouse.click(box["x"] + box["width"] * 0.999, box["y"] + 20)
+    page.settle()
+    assert page.tab.evaluate("viewer.stepIndex(viewer.cursor.event)") == page.tab.evaluate("viewer.steps") - 1
+    page.close()
+
+
+def test_a_click_on_a_block_tells_its_life(browser, tmp_path):
+    trace = stored("preemption")
+    path = tmp_path / "preemption.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    size = page.tab.evaluate("viewer.poolLayout().size")
+    box = page.inside(".pool").bounding_box()
+    page.tab.mouse.click(box["x"] + size * 3.5, box["y"] + size / 2)
+    page.inside(".story li").first.wait_for()
+    story = page.inside(".story").inner_text()
+    told = [e for e in trace if getattr(e, "block_id", None) == 3 and kind_of(e).startswith("block_")]
+    assert "Block 3" in story
+    assert page.inside(".story li").count() == len(told)
+    assert story.count("handed out") == sum(kind_of(e) == "block_allocated" for e in told)
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["two-five-three", "state-rows"])
+def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_path, name):
+    trace = stored(name)
+    path = tmp_path / "lens.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    events = shown_events(trace)
+    index = next(i for i, e in enumerate(events) if isinstance(e, SlotsMapped))
+    mapped = events[index]
+    ordered = next(e for e in events[:index][::-1] if kind_of(e) == "batch_ordered")
+    page.goto(index)
+    for i in (0, 4, 9):
+        request_id, position = mapped.request_id[i], mapped.position[i]
+        # a table is shown for the request that the moment is about, or the chosen one
+        page.tab.evaluate(
+            "([id]) => { viewer.request = viewer.meta.requests.findIndex((r) => r.id === id); viewer.draw(); }",
+            [request_id],
+        )
+        page.inside(f'.request[data-request="{request_id}"] .cell[data-position="{position}"]').click()
+        said = {
+            link.get_attribute("data-link"): link.locator("b").inner_text()
+            for link in page.inside(".chain .link").all()
+        }
+        assert said["flat index"] == str(mapped.token[i])
+        assert said["position"] == str(position)
+        assert said["logical block"] == str(mapped.logical_block[i])
+        assert said["offset"] == str(mapped.offset[i])
+        assert said["table index"] == str(mapped.table_index[i])
+        assert said["block"] == str(mapped.block_id[i])
+        assert said["slot"] == str(mapped.slot[i])
+        batch_row = ordered.request_ids.index(request_id)
+        assert said["batch row"] == str(batch_row)
+        assert said["state row"] == str(ordered.idx_mapping[batch_row] if ordered.idx_mapping else mapped.row[i])
+    page.close()
+
+
+def test_the_event_list_filters_by_kind_request_and_block(browser, tmp_path):
+    trace = stored("preemption")
+    path = tmp_path / "filter.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    events = shown_events(trace)
+    page.goto(max(i for i, e in enumerate(events) if e.step == 2))
+    step = [e for e in events if e.step == 2]
+    for words, expected in (
+        ("block_freed", [e for e in step if kind_of(e) == "block_freed"]),
+        ("considered r0", [e for e in step if kind_of(e) == "request_considered" and e.request_id == "r0"]),
+        ("block 4", [e for e in step if getattr(e, "block_id", None) == 4]),
+    ):
+        page.inside("input[type=search]").fill(words)
+        rows = [int(row.get_attribute("data-index")) for row in page.inside(".events .row").all()]
+        assert rows == [events.index(e) for e in expected], words
+    page.close()
+
+
+def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path):
+    from pagedlab import LLM, SamplingParams
+
+    llm = LLM(num_blocks=200, block_size=4)
+    with tracing("tensors") as trace:
+        llm.generate(HOSTILE, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    path = tmp_path / "hostile.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    for index in range(0, len(shown_events(trace)), 9):
+        page.goto(index)
+    assert page.tab.evaluate("window.pwned") is None
+    page.tab.evaluate("viewer.goto(viewer.lastEventOf(1))")
+    text = page.inside(".viewer").inner_text()
+    assert "\x1b" not in text and "\u202e" not in text
+    assert page.tab.evaluate("document.querySelectorAll('img, svg[onload]').length") == 0
+    added = next(i for i, e in enumerate(shown_events(trace)) if kind_of(e) == "request_added")
+    page.goto(added)
+    assert "</script><script>window.pwned" in page.inside(".raw").inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 820, 1920])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_a_tablet_and_a_projector(browser, tmp_path, width, scheme):
+    path = tmp_path / "fits.html"
+    write_page(stored("prefix-hit"), path)
+    page = Page(browser, path, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.tab.evaluate("getComputedStyle(viewer.main).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+    page.close()
+
+
+def test_bad_input_is_one_sentence_and_leaves_no_file(tmp_path, monkeypatch):
+    with tracing("decisions") as coarse:
+        pass
+    path = tmp_path / "page.html"
+    with pytest.raises(UserError, match="recorded at `decisions`; `view` needs `blocks`"):
+        write_page(coarse, path)
+    trace = stored("prefix-hit")
+    with pytest.raises(UserError, match="no steps 900:901 in this trace: it ends at step"):
+        write_page(trace, path, steps=(900, 901))
+    monkeypatch.setattr(viewer_page, "MAX_BYTES", 1000)
+    with pytest.raises(UserError, match="--steps 0:"):
+        write_page(trace, path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="cannot write"):
+        monkeypatch.undo()
+        write_page(trace, tmp_path / "nowhere" / "page.html")
