@@ -21,7 +21,9 @@ def count(path: Path) -> int:
 
 total = 0
 for floor, names in CORE.items():
-    files = [f for name in names for f in ([SOURCE / name] if name.endswith(".py") else sorted((SOURCE / name).glob("*.py")))]
+    files = []
+    for name in names:
+        files += [SOURCE / name] if name.endswith(".py") else sorted((SOURCE / name).glob("*.py"))
     lines = {f: count(f) for f in files if count(f)}
     total += sum(lines.values())
     print(f"{floor:<12} {sum(lines.values()):>6} lines")
