@@ -291,6 +291,14 @@ def test_a_sampled_token_is_known_but_has_no_key_and_value_until_the_next_step(r
     assert first < text.index("── step 1 ") < second
 
 
+def test_blocks_left_out_of_a_table_are_counted_and_dated(scenarios):
+    text = show(scenarios["window-cuts-hit"], 120)
+    first, second = re.split(r"── step 1 ", text)[:2]
+    assert "logical 1–4 → blocks 2–5, full: 16 tokens of this step" in first and "computed before" in first
+    assert "logical 1–3 → blocks 2–4, full: 12 tokens computed before" in second
+    assert "2 ∅ null (out of the window)" in second
+
+
 def test_finished_requests_and_their_texts_are_summed_up_at_the_end(real):
     text = show(real, 120)
     end = text[text.index("── end"):]

@@ -156,17 +156,17 @@ def block_table(pen: Pen, view: StepView, name: str, row: RequestView, groups: l
     sampled = [event for event in view.about(TokensSampled, name) if event.kept]
     for group, table in enumerate(row.block_ids):
         if len(row.block_ids) > 1:
-            lines.append(pen.line((f"group {group}", "dim"), (f"  {pen.plain(groups[group].kind)}", "dim")))
+            lines.append(pen.line((f"group {group}  {pen.plain(groups[group].kind)}".rstrip(), "dim")))
         size = groups[group].block_size
         touched = row.num_computed_tokens // size   # the first block that this step writes to
-        for first, last in ((0, touched), (touched, len(table))):
-            run = range(first, min(last, len(table)))
-            cut = range(run.start + pen.limits.first_blocks, run.stop - (1 if first == 0 else 2))
+        for run, when in ((range(min(touched, len(table))), "computed before"),
+                          (range(touched, len(table)), "of this step")):
+            cut = range(run.start + pen.limits.first_blocks, run.stop - 1)
             if len(cut) < 2:
                 cut = range(0)
             for logical in run:
                 if logical == cut.start and cut:
-                    lines += _hidden(pen, cut, table, size, "computed before" if first == 0 else "of this step")
+                    lines += _hidden(pen, cut, table, size, when)
                 if logical not in cut:
                     lines += _one_block(pen, row, logical, table[logical], size, end, sampled, pool)
     return lines

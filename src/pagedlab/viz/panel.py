@@ -123,7 +123,7 @@ def _times(pen: Pen, view: StepView) -> list[Text]:
 # ---------------------------------------------------------------- a step in one line
 
 
-def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Text]:
+def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts, depth: int) -> list[Text]:
     """Every request computed its latest token and nothing else happened."""
     parts: list[Part] = [(f"step {view.step:<3} ", "rule")]
     events = [event for event in view.of(TokensSampled) if event.kept]
@@ -132,21 +132,21 @@ def condensed(pen: Pen, view: StepView, prompts: Texts, texts: Texts) -> list[Te
             parts += [pen.name(event.request_id), " ", (pen.token(event.text, event.token_id), "chosen"), "  "]
         if len(events) > 4 * pen.limits.requests:
             parts.append((f"… {len(events) - 4 * pen.limits.requests} more", "dim"))
-        for name in view.growing():
+        for name in sorted(view.growing()) if depth >= BLOCKS else ():
             blocks = [block_id for table in view.requests[name].block_ids for block_id in table[-1:]]
             parts += [" ", pen.name(name), (f" takes {pen.ids(blocks)}", "dim")]
         return [pen.line(*parts, *_still_refused(pen, view))]
     event = events[0]
     parts.append(pen.name(event.request_id))
     refused = _still_refused(pen, view)
-    mapped = view.first(SlotsMapped)
+    mapped = view.first(SlotsMapped) if depth >= BLOCKS else None
     if mapped is not None and len(mapped.slot) == 1:
         where = f"position {mapped.position[0]} → block {mapped.block_id[0]} + {mapped.offset[0]:<2} → "
         is_tight = refused and pen.width < 110
         parts += [f"  {'' if is_tight else where}slot ", (f"{mapped.slot[0]:<4}", "number")]
     parts += ["  ", (pad(pen.token(event.text, event.token_id, width=12), 12), "chosen"), _chance(event)]
     parts += refused
-    for cached in view.of(BlockCached):
+    for cached in view.of(BlockCached) if depth >= BLOCKS else ():
         parts += ["  ", (pen.glyphs.cached, "cached"), (f" {cached.block_id} full", "dim")]
     whole = prompts.get(event.request_id, "") + texts.get(event.request_id, "")
     used = pen.line(*parts).cell_len

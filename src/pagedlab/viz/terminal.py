@@ -284,7 +284,7 @@ class TerminalTracer:
         if is_growth and story.has_shown_growth and len(view.requests) > MANY:
             is_plain = True
         if is_plain and story.has_shown_decode and self.depth < LEVELS.index("tensors"):
-            return condensed(pen, view, story.prompts, story.texts), True
+            return condensed(pen, view, story.prompts, story.texts, self.depth), True
         lines = panel(pen, view, focus, story.prompts, story.texts, groups, self.depth,
                       formula=not story.has_shown_chain)
         story.has_shown_chain = True

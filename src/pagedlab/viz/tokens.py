@@ -43,7 +43,7 @@ def sampled(pen: Pen, view: StepView, focus: set[str], *, explain: bool) -> list
     parts: list[Part] = []
     for event in rest[: pen.limits.requests]:
         chance = f" {percent(event.logprob)}" if event.logprob is not None else ""
-        parts += ["   " if parts else "", pen.name(event.request_id), " ",
+        parts += ["   " if parts else "", pen.name(event.request_id), "  ",
                   (pen.token(event.text, event.token_id), "chosen"), (chance, "dim")]
     if len(rest) > pen.limits.requests:
         parts.append((f"   … {len(rest) - pen.limits.requests} more", "dim"))
