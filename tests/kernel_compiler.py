@@ -60,8 +60,7 @@ def without_logging(source, directory):
             return None if isinstance(node.test, ast.Name) and node.test.id == "LOG" else node
 
     tree = DropLogging().visit(ast.parse(textwrap.dedent(inspect.getsource(source))))
-    text = "import triton.language as tl\n"
-    text += "_add = tl.standard._sum_combine\n_most = tl.standard._elementwise_max\n\n\n" + ast.unparse(tree)
+    text = "import triton.language as tl\n\n\n" + ast.unparse(tree)
     assert "LOG:" not in text.replace("LOG: tl.constexpr", "")
     path = directory / f"{source.__name__}_without_logging.py"
     path.write_text(text)

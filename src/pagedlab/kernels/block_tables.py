@@ -15,11 +15,8 @@ from pagedlab.kernels.jit import How, PointerTable, kernel
 from pagedlab.trace.events import KernelLaunched
 from pagedlab.trace.tracer import trace
 
-try:
-    import triton.language as tl
-except ImportError:
-    if not TYPE_CHECKING:
-        tl = None
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time the first use of a kernel puts it here, see jit.kernel
 
 TILE = 256  # block ids that one iteration of the kernel copies
 

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from pagedlab.kernels.jit import How, kernel
 
-try:
-    import triton.language as tl
-
-    _add = tl.standard._sum_combine      # not tl.sum and tl.max: only these forms run interpreted next to
-    _most = tl.standard._elementwise_max  # compiled kernels
-except ImportError:
-    if not TYPE_CHECKING:
-        tl = None
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time the first use of a kernel puts it here, see jit.kernel
 
 HEAD_SIZES = (32, 256)     # smallest and largest
 MIN_POSITIONS_PER_SPLIT = 256
@@ -214,11 +208,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             seen = seen & (position[None, :] > query_position[:, None] - WINDOW)
         scores = tl.where(seen & written[None, :] & in_row[:, None], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.reduce(scores, 1, _most))
+        # tl.reduce, not tl.max: that runs interpreted only if TRITON_INTERPRET was set before triton was imported
+        new_largest = tl.maximum(largest, tl.reduce(scores, 1, tl.standard._elementwise_max))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
         p = tl.exp2(scores - shift[:, None])                  # [BLOCK_M, TILE]
         rescale = tl.exp2(largest - shift)
-        total = total * rescale + tl.reduce(p, 1, _add)
+        total = total * rescale + tl.reduce(p, 1, tl.standard._sum_combine)
         v = tl.load(value_cache + place[:, None] + dim[None, :], mask=mask, other=0.0)  # [TILE, PADDED_SIZE]
         p = p.to(v.dtype)
         if DOT_IN_FLOAT32:

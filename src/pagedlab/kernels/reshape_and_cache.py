@@ -13,13 +13,8 @@ from torch import Tensor
 
 from pagedlab.kernels.jit import How, kernel
 
-try:
-    import triton.language as tl
-
-    _add = tl.standard._sum_combine  # not tl.sum: only this form runs interpreted next to compiled kernels
-except ImportError:
-    if not TYPE_CHECKING:
-        tl = None
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time the first use of a kernel puts it here, see jit.kernel
 
 WRITE_LOG_COLUMNS = ("token", "slot", "block_id", "offset", "checksum")
 TILE = 1024  # elements that one iteration of the kernel copies
@@ -166,4 +161,5 @@ def reshape_and_cache_kernel(  # type: ignore[no-untyped-def]
             tl.store(row + 1, slot)
             tl.store(row + 2, block_id)
             tl.store(row + 3, offset)
-            tl.store(row + 4, tl.reduce(checksum, 0, _add) & 0xFFFFFFFF)
+            # not tl.sum: it runs interpreted only if TRITON_INTERPRET was set before triton was imported
+            tl.store(row + 4, tl.reduce(checksum, 0, tl.standard._sum_combine) & 0xFFFFFFFF)

@@ -17,11 +17,8 @@ from pagedlab.kernels.jit import How, PointerTable, kernel
 from pagedlab.trace.events import KernelLaunched
 from pagedlab.trace.tracer import trace
 
-try:
-    import triton.language as tl
-except ImportError:
-    if not TYPE_CHECKING:
-        tl = None
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time the first use of a kernel puts it here, see jit.kernel
 
 PAD_SLOT_ID = -1  # tokens that only pad the batch: nothing is written for them
 TILE = 256        # tokens that one iteration of the kernel maps
