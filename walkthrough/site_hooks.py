@@ -140,8 +140,10 @@ def _cli_page() -> str:
     from pagedlab.cli import app
 
     group: Any = typer.main.get_command(app)
-    parts = ["# Command line\n\nMade from the commands themselves. Exit status: 0 done, 1 a difference or violation was "
-             "found, 2 bad input, 130 after Ctrl-C.\n"]
+    parts = [
+        "# Command line\n\nMade from the commands themselves. Exit status: 0 done, 1 a difference or violation was "
+        "found, 2 bad input, 130 after Ctrl-C.\n"
+    ]
     for name, command in sorted(group.commands.items()):
         arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
         parts.append(f"## pagedlab {name} {' '.join(arguments)}\n\n{inspect.cleandoc(command.help or '')}\n")
@@ -168,7 +170,8 @@ def _config_page() -> str:
     for name, switch in switches.items():
         table = table.replace(f"`--{name.replace('_', '-')}`", f"`{switch}`", 1)
     return (
-        "# Configuration\n\nFields of `EngineConfig`, their switches, and what vLLM calls them. Made from the class.\n\n"
+        "# Configuration\n\nFields of `EngineConfig`, their switches, and what vLLM calls them. Made from the "
+        "class.\n\n"
         f"| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n{table}\n"
     )
 
@@ -199,4 +202,3 @@ def _build_notebooks(folder: Path) -> None:
 
 def _cell(text: str) -> str:
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
-

@@ -53,7 +53,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit.")
+    ] = False,
 ) -> None:
     pass
 

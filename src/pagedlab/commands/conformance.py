@@ -61,14 +61,18 @@ def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterabl
         from pagedlab.conformance.kv_init import replay_kv_init
 
         return replay_kv_init(recording.document, recording.path)
-    from pagedlab.conformance import worker
-
     if recording.kind == "run":
+        from pagedlab.conformance.worker import replay_run
+
         places = [*checkpoints, *recording.file.resolve().parents]
-        return worker.replay_run(recording.document, recording.path, places, mode)
+        return replay_run(recording.document, recording.path, places, mode)
     if recording.kind == "checkpoint":
-        return worker.replay_checkpoint(recording.file)
-    return worker.replay_worked_example(recording.document, recording.path)
+        from pagedlab.conformance.checkpoint import replay_checkpoint
+
+        return replay_checkpoint(recording.file)
+    from pagedlab.conformance.worked_examples import replay_worked_example
+
+    return replay_worked_example(recording.document, recording.path)
 
 
 def _print_line(outcome: Outcome) -> None:
