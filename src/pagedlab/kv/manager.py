@@ -11,10 +11,12 @@ empty for a running request.
 
 from __future__ import annotations
 
+from math import lcm
+
 from pagedlab.kv.block_pool import BlockPool
 from pagedlab.kv.group import KVCacheGroup
 from pagedlab.kv.hashing import short_hash
-from pagedlab.kv.prefix import PrefixHit, find_longest_cache_hit
+from pagedlab.kv.prefix import PrefixHit, blocks_in_sight, find_longest_cache_hit
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.request import Request
 from pagedlab.sched.output import BlockIds
@@ -140,7 +142,7 @@ class KVCacheManager:
         return [group.num_common_prefix_blocks(request_id) for group in self.groups]
 
     def _prefix_matched(self, request: Request, hit: PrefixHit, why_not_searched: str) -> PrefixMatched:
-        """Why the hit stopped: looked up again in the first group that has no such block."""
+        """Why the hit stopped; the next longer one would end ``step`` tokens later."""
         block_size = self.block_size
         stopped_at = hit.num_tokens // block_size
         event = PrefixMatched(
@@ -150,26 +152,31 @@ class KVCacheManager:
         )
         if not self.enable_caching or why_not_searched == "prompt_logprobs":
             return event
-        step = max(group.block_size for group in self.groups)
+        step = lcm(*(group.block_size for group in self.groups))
         if hit.num_tokens + step > request.num_tokens:
             event.why = "partial_block"
         elif hit.num_tokens + step == request.num_tokens:
             event.why = "last_token_must_be_computed"
         else:
-            self._explain_miss(request, hit, event)
+            self._explain_miss(request, hit.num_tokens, hit.num_tokens + step, event)
         return event
 
-    def _explain_miss(self, request: Request, hit: PrefixHit, event: PrefixMatched) -> None:
+    def _explain_miss(self, request: Request, num_hit: int, num_longer: int, event: PrefixMatched) -> None:
+        """Name the first group, and in it the first block, for whose lack the hit is not ``num_longer`` tokens."""
         for group in self.groups:
-            i = hit.num_tokens // group.block_size
-            hashes = group.block_hashes(request)
-            if group.sliding_window is None and self.block_pool.get_cached_block(hashes[i], group.group_id) is None:
-                tokens = tuple(request.all_token_ids[i * group.block_size : (i + 1) * group.block_size])
+            size, hashes = group.block_size, group.block_hashes(request)
+            first = num_hit // size
+            if group.sliding_window is not None:
+                first = num_longer // size - max(1, blocks_in_sight(group))
+            for i in range(max(0, first), num_longer // size):
+                if self.block_pool.get_cached_block(hashes[i], group.group_id) is not None:
+                    continue
+                tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
                 history = self.block_pool.history
                 complete = history.num_recorded == self.block_pool.num_ever_cached
                 miss = history.explain(group.group_id, hashes[i], hashes[i - 1] if i else None, tokens, complete)
-                event.why, event.key_differs, event.group = miss.why, miss.key_differs, group.group_id
-                event.hash, event.similar_block_id = short_hash(hashes[i]), miss.similar_block_id
+                event.why = miss.why if group.sliding_window is None else "window_group"
+                event.group, event.hash, event.key_differs = group.group_id, short_hash(hashes[i]), miss.key_differs
+                event.similar_block_id = miss.similar_block_id
                 event.evicted_at_step, event.evicted_for = miss.evicted_at_step, miss.evicted_for
                 return
-        event.why, event.group = "window_group", self.windowed_groups[0].group_id

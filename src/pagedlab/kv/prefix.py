@@ -77,8 +77,6 @@ def _search_window(
     Window 5 and block size 4: the next token looks back 4 tokens, so one cached block is enough,
     and a table [·, ·, 9] is a hit of three blocks. At the very beginning a shorter run will do.
     """
-    assert group.sliding_window is not None
-    blocks_in_sight = -(-(group.sliding_window - 1) // group.block_size)
     num_blocks = min(max_length // group.block_size, len(hashes))
     hit = [pool.null_block] * num_blocks
     run = 0
@@ -91,9 +89,15 @@ def _search_window(
             continue
         hit[i] = block
         run += 1
-        if run >= blocks_in_sight:
+        if run >= blocks_in_sight(group):
             return hit[: i + run]
     del hit[run:]
     while len(hit) * group.block_size % alignment:
         hit.pop()
     return hit
+
+
+def blocks_in_sight(group: KVCacheGroup) -> int:
+    """Blocks before the end of a hit that the next token looks at, besides its own."""
+    assert group.sliding_window is not None
+    return -(-(group.sliding_window - 1) // group.block_size)
