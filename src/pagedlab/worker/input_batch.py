@@ -15,8 +15,8 @@ from torch import Tensor
 class InputBatch:
     """Flat arrays of one forward pass; T tokens of R requests, G KV-cache groups.
 
-    Padding (CUDA graphs) appends tokens with slot -1 and rows with seq_len 0; ``num_tokens`` and
-    ``num_reqs`` count the real ones.
+    There is no padding here: decodes that replay a CUDA graph are copied into padded buffers
+    (worker/cuda_graphs.py), where padding has slot -1 and seq_len 0.
     """
 
     req_ids: list[str]                     # [R]     batch_idx -> request
