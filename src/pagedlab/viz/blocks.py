@@ -38,11 +38,11 @@ def pool_strip(pen: Pen, pool: Pool) -> list[Text]:
 
     A tail in which every block is free is told in words instead of drawn.
     """
-    label = len(f"{max(pool.num_blocks - 1, 0):,}") + 1
+    last = max([0, *pool.ref_counts, *pool.cached])
+    label = len(f"{max(0, min(pool.num_blocks - 1, last + 200)):,}") + 1
     per_row = max(1, (pen.width - label + 1) // (CLUSTER + 1)) * CLUSTER
     if per_row == CLUSTER:  # very narrow
         per_row = max(1, min(CLUSTER, pen.width - label))
-    last = max([0, *pool.ref_counts, *pool.cached])
     drawn = min(pool.num_blocks, -(-(last + 1) // per_row) * per_row)
     if pool.num_blocks <= 2 * per_row:
         drawn = pool.num_blocks

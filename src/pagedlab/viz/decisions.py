@@ -16,7 +16,7 @@ from pagedlab.trace.events import (
     SlotsAllocated,
     SlotsRefused,
 )
-from pagedlab.viz.layout import Part, Pen
+from pagedlab.viz.layout import Part, Pen, glue
 from pagedlab.viz.step_view import StepView
 
 
@@ -107,7 +107,7 @@ def _plain(pen: Pen, events: list[RequestConsidered]) -> list[Text]:
     if len(events) > pen.limits.requests:
         parts.append((f", … {len(events) - pen.limits.requests} more", "dim"))
     first = events[0]
-    after = (f" [budget {first.budget_before:,} → {events[-1].budget_after:,}]", "dim")
+    after = (" " + glue(f"[budget {first.budget_before:,} → {events[-1].budget_after:,}]"), "dim")
     if len(events) > 1:
         return pen.paragraph(*parts, "  keep running: 1 token each, the one sampled last", after, hang=3)
     return pen.paragraph(
@@ -140,7 +140,7 @@ def _considered(pen: Pen, event: RequestConsidered, told_below: bool) -> list[Pa
         return [
             *head, (moved, style), (f"{event.num_tokens_granted:,}", "number"), " of ",
             plural(event.num_tokens_wanted, "token"), f" granted, {reason}{limit}",
-            (f" [{before}budget {event.budget_before:,} → {event.budget_after:,}]", "dim"),
+            (f" [{before}" + glue(f"budget {event.budget_before:,} → {event.budget_after:,}]"), "dim"),
         ]
     word = {"refused": "refused", "skipped": "skipped", "preempted": "preempted"}.get(event.outcome, event.outcome)
     numbers = ""
@@ -194,7 +194,7 @@ def _allocated(pen: Pen, event: SlotsAllocated) -> list[Part]:
         head += [(f"{new} new", "number"), ": " + _groups(pen, event.new_block_ids)]
     else:
         head.append("no new one, the slots it has suffice")
-    head.append((f" [{event.num_free_before:,} → {event.num_free_after:,} free]", "dim"))
+    head.append((" " + glue(f"[{event.num_free_before:,} → {event.num_free_after:,} free]"), "dim"))
     return head
 
 
