@@ -26,6 +26,7 @@ from pagedlab.commands.view import view
 from pagedlab.errors import UserError
 from pagedlab.simulate.cli import simulate_command
 from pagedlab.version import __version__
+from pagedlab.viz.text import safe
 
 # typer brings click's exceptions along under changing names; these are theirs in every version.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -94,5 +95,5 @@ def _command_of(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"pagedlab: {' '.join(message.split())}", file=sys.stderr)
+    print(f"pagedlab: {safe(' '.join(message.split()))}", file=sys.stderr)  # it may quote a stranger's text
     raise SystemExit(2)
