@@ -39,7 +39,6 @@ def batch_events(
         seq_lens=batch.seq_lens.tolist(),
         logits_indices=batch.logits_indices.tolist(),
         sample_is_discarded=list(batch.sample_is_discarded),
-        num_padded_tokens=len(batch.input_ids) - batch.num_tokens,
     )
     for group, block_size in enumerate(block_sizes):
         table = batch.block_tables[group]
