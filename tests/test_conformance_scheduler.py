@@ -426,3 +426,12 @@ def test_scheduler_recordings_are_replayed_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert json.loads(done.stdout)["passed"] == 77
+
+
+def test_an_engine_that_raises_is_a_difference_and_not_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(KVCacheGroup, "free", lambda self, request_id, why: 1 // 0)
+    status, out, _ = run_cli(monkeypatch, capsys, "conformance", DATA / "handmade.jsonl.gz", "--json")
+    found = json.loads(out)
+    assert status == 1 and found["failed"] == len(found["scenarios"]) == 77
+    assert {s["first_difference"]["field"] for s in found["scenarios"]} == {"exception"}
+    assert "ZeroDivisionError" in found["scenarios"][0]["first_difference"]["got"]

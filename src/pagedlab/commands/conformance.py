@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,7 +36,7 @@ def conformance(
         if isinstance(found, Ignored):
             ignored.append(found.name)
             continue
-        for outcome in replay(found, checkpoints or [], mode):
+        for outcome in _replay_safely(found, checkpoints or [], mode):
             outcomes.append(outcome)
             if not as_json:
                 _print_line(outcome)
@@ -49,6 +50,21 @@ def conformance(
         _print_summary(outcomes, ignored, failed)
     if failed:
         raise typer.Exit(1)
+
+
+def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome]:
+    """A recording that breaks off, or a changed engine that raises, is a difference and not the end."""
+    try:
+        return replay(recording, checkpoints, mode)
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+        name = str(recording.document.get("name", recording.file.name))
+        first = {"step": None, "field": "exception", "expected": None, "got": what}
+        report = f"{name}: the replay ended with an exception (a damaged recording, or a changed engine)\n  {what}\n"
+        return [Outcome(name, recording.path, recording.kind, mode, False, first, report)]
 
 
 def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome]:
