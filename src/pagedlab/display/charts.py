@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from functools import cached_property
 from typing import Any
@@ -54,7 +55,7 @@ class Chart(Picture):
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata={"Date": None, "Title": safe(self.title)})
         text = file.getvalue()
-        return text[text.index("<svg") :]
+        return _at_home_on_a_page(text[text.index("<svg") :])
 
 
 class Timeline(Chart):
@@ -199,3 +200,13 @@ def _look(status: str, owner: str) -> tuple[str, str, str, float, str]:
         "in_use": (owner, "", owner, 1.0, "#ffffff"),
         "shared": (owner, "", COLOURS["ink"], 2.5, "#ffffff"),
     }[status]
+
+
+def _at_home_on_a_page(svg: str) -> str:
+    """No wider than what is around it; and matplotlib's ``* {…}`` rule, which would reach everything else
+    on the page, is inherited instead."""
+    rules = re.search(r'<style type="text/css">\*\{(.*?)\}</style>', svg, re.DOTALL)
+    style = "max-width:100%;height:auto"
+    if rules is not None:
+        svg, style = svg.replace(rules.group(0), ""), f"{style};{rules.group(1)}"
+    return svg.replace("<svg", f'<svg style="{style}"', 1)

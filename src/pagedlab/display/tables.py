@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from typing import Any
@@ -34,6 +34,7 @@ class IndexTable(Picture):
         title: str = "",
         notes: Mapping[str, str] | None = None,
         strong: Sequence[str] = (),
+        marks: Mapping[str, Collection[int]] | None = None,
     ) -> None:
         """
         Args:
@@ -41,6 +42,7 @@ class IndexTable(Picture):
             owners: per value a number that chooses the colour: a request's place by arrival.
             notes: name -> how the list is made, shown behind it.
             strong: names of lists to set off.
+            marks: name -> places in the list to point at.
 
         Raises:
             UserError: the lists differ in length, or there is none.
@@ -54,8 +56,9 @@ class IndexTable(Picture):
         self.lists = {name: list(values) for name, values in lists.items()}
         self._owners = [-1] * next(iter(lengths.values())) if owners is None else list(owners)
         self._notes, self._strong = dict(notes or {}), set(strong)
+        self._marks = {name: set(places) for name, places in (marks or {}).items()}
 
-    def _pieces(self) -> list[range]:
+    def pieces(self) -> list[range]:
         """The columns in pieces that fit beside each other."""
         shown = min(len(self._owners), MOST_TOKENS)
         return [range(first, min(first + COLUMNS, shown)) for first in range(0, shown, COLUMNS)] or [range(0)]
@@ -68,20 +71,39 @@ class IndexTable(Picture):
     def _colour(self, i: int) -> str:
         return COLOURS["wash"] if self._owners[i] < 0 else tint(hue(self._owners[i]), 0.25)
 
+    def as_shown(self) -> dict[str, Any]:
+        """Plain data for a page that draws the table itself; every text is already made visible."""
+        return {
+            "title": safe(self.title),
+            "pieces": [[piece.start, piece.stop] for piece in self.pieces()],
+            "colours": [self._colour(i) for i in range(len(self._owners))],
+            "rows": [
+                {
+                    "name": safe(name),
+                    "values": [safe(str(v), width=CELL_WIDTH, token=True) for v in values],
+                    "note": safe(self._notes.get(name, "")),
+                    "strong": name in self._strong,
+                    "marks": sorted(self._marks.get(name, ())),
+                }
+                for name, values in self.lists.items()
+            ],
+        }
+
     # ------------------------------------------------------------------ as HTML
 
     def _repr_html_(self) -> str:
         base = f"background:{COLOURS['paper']};color:{COLOURS['ink']};border:0"
         heads = f"{base};text-align:left;padding:2px 10px 2px 0;white-space:nowrap;font:13px ui-monospace,monospace"
         parts = []
-        for piece in self._pieces():
+        for piece in self.pieces():
             rows = []
+            mark = f";outline:2px solid {COLOURS['alert']};outline-offset:-2px;font-weight:700"
             cell = f"{base};border:1px solid {COLOURS['line']};padding:2px 7px;text-align:center"
             for name, values in self.lists.items():
                 weight = ";font-weight:700" if name in self._strong else ""
                 cells = "".join(
                     f'<td style="{cell};background:{self._colour(i)};font:13px ui-monospace,monospace;white-space:pre;'
-                    f'unicode-bidi:isolate{weight}">'
+                    f'unicode-bidi:isolate{weight}{mark if i in self._marks.get(name, ()) else ""}">'
                     f"{_text(values[i])}</td>"
                     for i in piece
                 )
@@ -108,7 +130,7 @@ class IndexTable(Picture):
         if self.title:
             shapes.append(_line(8, y + 10, safe(self.title), weight=600, family="sans-serif"))
             y += 26
-        for piece in self._pieces():
+        for piece in self.pieces():
             for name, values in texts.items():
                 weight = 700 if name in self._strong else 400
                 shapes.append(_line(8, y + 16, safe(name), weight=weight))
@@ -116,7 +138,7 @@ class IndexTable(Picture):
                     x = left + column * cell
                     shapes.append(
                         f'<rect x="{x:g}" y="{y:g}" width="{cell:g}" height="22" fill="{self._colour(i)}" '
-                        f'stroke="{COLOURS["line"]}"/>'
+                        f'stroke="{COLOURS["alert" if i in self._marks.get(name, ()) else "line"]}"/>'
                     )
                     shapes.append(_line(x + cell / 2, y + 16, values[i], weight=weight, anchor="middle"))
                 if name in self._notes:

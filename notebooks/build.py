@@ -1,0 +1,144 @@
+"""Runs the notebooks and writes what they show: ``python notebooks/build.py [FOLDER] [--format markdown|ipynb|html]``.
+
+The notebooks are stored as text (jupytext's percent format); everything written here is made, not edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 300  # for one cell, on a busy machine
+
+
+def sources() -> list[Path]:
+    """The notebooks, in reading order."""
+    return sorted(HERE.glob("[0-9][0-9]_*.py"))
+
+
+def execute(source: Path) -> nbformat.NotebookNode:
+    """The notebook, run from top to bottom in its own folder; a cell that fails raises CellExecutionError.
+
+    Widget state is not stored: a page without a kernel then falls back to each widget's own HTML.
+    """
+    notebook = jupytext.read(source)
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    NotebookClient(
+        notebook, timeout=TIMEOUT_S, kernel_name="python3", store_widget_state=False,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"], resources={"metadata": {"path": str(HERE)}},
+    ).execute()  # fmt: skip
+    return notebook
+
+
+def build(folder: str | os.PathLike[str], names: list[str] | None = None) -> list[Path]:
+    """Run the notebooks and write each as Markdown with its outputs inside, fit for any Markdown site.
+
+    Args:
+        folder: made if it is not there.
+        names: stems such as ``"03_two_five_three"``; None is all.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    written = []
+    for source in sources():
+        if names is None or source.stem in names:
+            path = target / f"{source.stem}.md"
+            path.write_text(to_markdown(execute(source)), encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def to_markdown(notebook: nbformat.NotebookNode) -> str:
+    """Prose as it stands, code fenced, outputs as HTML that no Markdown reader takes apart.
+
+    What a cell tagged ``answer`` shows is folded away, so that the reader can predict first.
+    """
+    parts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        if cell.cell_type != "code":
+            continue
+        parts.append(f"```python\n{cell.source}\n```")
+        shown = "".join(filter(None, map(_output, cell.outputs)))
+        if shown and "answer" in cell.metadata.get("tags", ()):
+            shown = f'<details class="answer"><summary>Show what it says</summary>{shown}</details>'
+        if shown:
+            parts.append(f'<div class="notebook-output">{shown}</div>')
+    return "\n\n".join(parts) + "\n"
+
+
+def _output(output: Any) -> str:
+    """One output as HTML on as few lines as its kind allows."""
+    if output.output_type == "stream":
+        return _preformatted(output.text)
+    if output.output_type not in ("display_data", "execute_result"):
+        return ""
+    data = output.data
+    if "text/html" in data:
+        return f"<div>{_joined(data['text/html'])}</div>"
+    if "image/svg+xml" in data:
+        image = base64.b64encode(_joined(data["image/svg+xml"]).encode()).decode()
+        return f'<img alt="{escape(_joined(data["text/plain"]))}" src="data:image/svg+xml;base64,{image}">'
+    return _preformatted(_joined(data.get("text/plain", "")))
+
+
+def _joined(text: Any) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+def _preformatted(text: str) -> str:
+    """Blank lines would end an HTML block in Markdown, so line ends are written as references."""
+    return f'<pre class="output">{escape(text.rstrip()).replace(chr(10), "&#10;")}</pre>'
+
+
+def _write_as(kind: str, folder: Path, names: list[str] | None) -> list[Path]:
+    """Executed .ipynb, or nbconvert's own HTML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for source in sources():
+        if names is not None and source.stem not in names:
+            continue
+        notebook = execute(source)
+        path = folder / f"{source.stem}.{kind}"
+        if kind == "html":
+            from nbconvert import HTMLExporter
+
+            path.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+        else:
+            nbformat.write(notebook, path)
+        written.append(path)
+    return written
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", default=str(HERE / "_built"), help="default: notebooks/_built")
+    parser.add_argument("--format", choices=("markdown", "ipynb", "html"), default="markdown", dest="kind")
+    parser.add_argument("--only", action="append", metavar="NAME", help="a notebook's file name without .py")
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.only or ()) - {source.stem for source in sources()}
+    if unknown:
+        print(f"pagedlab: there is no notebook {min(unknown)!r} in {HERE}.", file=sys.stderr)
+        return 2
+    if chosen.kind == "markdown":
+        written = build(chosen.folder, chosen.only)
+    else:
+        written = _write_as(chosen.kind, Path(chosen.folder), chosen.only)
+    print("\n".join(map(str, written)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
