@@ -64,7 +64,9 @@ def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) ->
         name = str(recording.document.get("name", recording.file.name))
         first = {"step": None, "field": "exception", "expected": None, "got": what}
         report = f"{name}: the replay ended with an exception (a damaged recording, or a changed engine)\n  {what}\n"
-        return [Outcome(name, recording.path, recording.kind, mode, False, first, report)]
+        kind = "worker" if recording.kind == "run" else recording.kind
+        broken = "lenient" if kind == "worker" and mode == "lenient" else "strict"
+        return [Outcome(name, recording.path, kind, broken, False, first, report)]
 
 
 def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome]:
