@@ -58,7 +58,7 @@ class PrefixHistory:
 
     def reset(self) -> None:
         for key in self._keys.values():
-            key.lost_in_reset = True
+            key.lost_in_reset = key.evicted_at_step is None  # what was evicted before was not there to lose
 
     def explain(
         self, group_id: int, block_hash: bytes, parent_hash: bytes | None, token_ids: tuple[int, ...], complete: bool
