@@ -21,6 +21,7 @@ from standin import StandInExecutor
 GROUPS: tuple[tuple[tuple[int, int | None], ...], ...] = (
     ((4, None),), ((1, None),), ((4, 8),), ((2, 5),), ((4, 1),),
     ((4, None), (4, 8)), ((4, None), (4, 5), (4, 12)), ((8, None), (4, 9)), ((2, None), (4, 6)),
+    ((4, None), (6, None)), ((4, 6), (6, 9)),  # no block size is a multiple of the other
 )  # fmt: skip
 
 

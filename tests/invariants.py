@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
+from math import lcm
 from typing import Any
 
 from pagedlab.engine.core import EngineCore
@@ -29,6 +30,7 @@ from pagedlab.trace.check import EngineCheck, _Broken
 from pagedlab.trace.events import (
     EngineSnapshot,
     Event,
+    PrefixMatched,
     QueueNotReached,
     RequestConsidered,
     RequestPreempted,
@@ -416,6 +418,9 @@ def check_reasons(
     need(victims == output.preempted_req_ids, "reasons", "the events name other victims than the message")
     seen = Counter(e.request_id for es in looked_at.values() for e in es)
     need(all(n == 1 for n in seen.values()), "reasons", f"looked at twice: {seen}")
+    for event in events:
+        if isinstance(event, PrefixMatched):
+            _check_prefix(scheduler, event)
     for event in (*looked_at["running"], *looked_at["waiting"]):
         _check_considered(scheduler, event, output, victims)
     rest = [r for r in running if r not in seen and r not in victims]
@@ -431,6 +436,22 @@ def check_reasons(
 
 
 QUEUES = ("running", "waiting")
+
+
+def _check_prefix(scheduler: Scheduler, event: PrefixMatched) -> None:
+    """The hit is whole blocks and leaves a token to compute; the reason why it is no longer has its evidence."""
+    manager = scheduler.kv_cache_manager
+    step = lcm(*(group.block_size for group in manager.groups))
+    left = event.num_tokens - event.num_computed_tokens
+    need(left > 0 and event.num_computed_tokens % step == 0, "reasons", f"a hit of {event.num_computed_tokens} tokens")
+    right = "caching_off" if not manager.enable_caching else "partial_block" if left < step else (
+        "last_token_must_be_computed" if left == step else None)
+    need(event.why == right if right else event.why in MISSES and event.group is not None and event.hash, "reasons",
+         f"{event.request_id}'s hit of {event.num_computed_tokens} of {event.num_tokens} ends because of {event.why}")
+    need((event.evicted_at_step is not None) <= (event.why in ("evicted", "window_group")), "reasons", "evicted?")
+
+
+MISSES = ("never_cached", "evicted", "reset", "miss", "window_group")
 
 
 def _check_considered(
