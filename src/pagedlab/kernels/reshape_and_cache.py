@@ -31,18 +31,19 @@ def write_log_columns(log: Tensor) -> dict[str, list[int]]:
     return dict(zip(WRITE_LOG_COLUMNS, columns, strict=True))
 
 
-def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
-    """Refuse a slot that the cache does not have, before anything is written.
+def check_slots(slot_mapping: Tensor, num_slots: int) -> bool:
+    """Refuse a slot that the cache does not have, before anything is written; say whether there is padding.
 
     Raises:
         IndexError: a slot is below -1 or at least ``num_slots``.
     """
     if slot_mapping.numel() == 0:
-        return
+        return False
     least, most = (int(bound) for bound in torch.aminmax(slot_mapping))
     if least < -1 or most >= num_slots:
         wrong = least if least < -1 else most
         raise IndexError(f"slot {wrong} is outside the cache, whose slots are 0 to {num_slots - 1} (-1 for padding).")
+    return least < 0
 
 
 def reshape_and_cache_reference(
@@ -60,16 +61,16 @@ def reshape_and_cache_reference(
         IndexError: a slot is outside the cache; nothing is written.
     """
     num_blocks, block_size = kv_cache.shape[1:3]
-    check_slots(slot_mapping, num_blocks * block_size)
-    token = torch.arange(slot_mapping.numel(), device=slot_mapping.device)
-    if bool((slot_mapping < 0).any()):
-        token = token[slot_mapping >= 0]
+    token = None
+    if check_slots(slot_mapping, num_blocks * block_size):
+        token = (slot_mapping >= 0).nonzero().flatten()  # the tokens that are no padding
         slot_mapping, key, value = slot_mapping[token], key[token], value[token]
     block_id = slot_mapping // block_size  # [written tokens] int64
     offset = slot_mapping % block_size     # [written tokens] int64
     kv_cache[0].index_put_((block_id, offset), key)
     kv_cache[1].index_put_((block_id, offset), value)
     if log is not None:
+        token = torch.arange(len(slot_mapping), device=slot_mapping.device) if token is None else token
         checksum = (_bit_sums(kv_cache[0, block_id, offset]) + _bit_sums(kv_cache[1, block_id, offset])) % 2**32
         log[token] = torch.stack([token, slot_mapping, block_id, offset, checksum], dim=1)
 
