@@ -103,6 +103,14 @@ def test_bench_counts_tokens_and_shares_the_time_among_stages(pagedlab):
     assert status == 0 and "output tokens per second" in out
 
 
+def test_bench_traces_one_more_run_if_asked(pagedlab, tmp_path):
+    arguments = ["--num-prompts", "2", "--input-len", "4", "--output-len", "3", "--rounds", "1"]
+    status, out, _ = pagedlab("bench", *arguments, "--out", str(tmp_path / "b.jsonl"))
+    assert status == 0 and "traced at decisions" in out
+    trace = Trace.load(tmp_path / "b.jsonl")
+    assert trace.header.record == "decisions" and len(trace.filter("request_finished")) == 2
+
+
 def test_bench_compares_with_transformers_on_the_same_work(pagedlab):
     pytest.importorskip("transformers")
     arguments = ["--num-prompts", "2", "--input-len", "4", "--output-len", "3", "--rounds", "1"]
@@ -237,6 +245,7 @@ def test_an_unreadable_trace_is_one_sentence(pagedlab, broken, command):
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--input-len", "9-3"], "--input-len is '9-3'"),
         (["--output-len", "many"], "--output-len is 'many'"),
+        (["--record", "all"], "--record is 'all'"),
         (["--compare", "vllm"], "--compare is 'vllm'"),
         (["--random-weights", "gpt-5"], "--random-weights is 'gpt-5'"),
         (["--input-len", "600", "--num-blocks", "8"], "max_model_len is 112"),

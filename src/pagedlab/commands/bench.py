@@ -6,12 +6,16 @@ import json
 import resource
 import statistics
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.errors import UserError
+from pagedlab.trace.events import LEVELS, Level
+from pagedlab.trace.file import TraceFile
+from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:
     from pagedlab.bench.throughput import Run, Workload
@@ -37,6 +41,10 @@ def bench(
         str | None,
         typer.Option("--random-weights", metavar="SHAPE", help="Build a checkpoint of this shape: qwen3-0.6b."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Trace one more run into this file, and time it.")
+    ] = None,
+    record: Annotated[str, typer.Option("--record", help=f"How much of it: {', '.join(LEVELS)}.")] = "decisions",
     startup: Annotated[bool, typer.Option("--startup", help="Measure the way to the first token instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
@@ -49,6 +57,9 @@ def bench(
             raise UserError(f"{name} is {value}: give a positive whole number.")
     if compare not in (None, "transformers"):
         raise UserError(f"--compare is {compare!r}: only transformers can be compared with.")
+    if record not in LEVELS:
+        raise UserError(f"--record is {record!r}: choose one of {', '.join(LEVELS)}.")
+    file = TraceFile(out) if out is not None else None
     if random_weights is not None and "model" in knobs.engine:
         raise UserError("give --model or --random-weights, not both.")
     if startup:
@@ -58,13 +69,19 @@ def bench(
         from pagedlab.bench.random_weights import random_checkpoint
 
         knobs.engine["model"] = str(random_checkpoint(random_weights))
-    report = _throughput(knobs, num_prompts, *lens, rounds, compare)
+    report = _throughput(knobs, num_prompts, *lens, rounds, compare, file, cast(Level, record))
     print(json.dumps(report, indent=2) if as_json else _describe(report))
 
 
 def _throughput(
-    knobs: Knobs, num_prompts: int, input_len: tuple[int, int], output_len: tuple[int, int], rounds: int,
+    knobs: Knobs,
+    num_prompts: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    rounds: int,
     compare: str | None,
+    file: TraceFile | None,
+    record: Level,
 ) -> dict[str, Any]:
     """Warm up, then measure in alternation with the rival if there is one; everything as medians."""
     from pagedlab.bench.throughput import Workload, check_fits, run_engine
@@ -93,12 +110,19 @@ def _throughput(
         if rival is not None:
             theirs.append(rival.run(workload))
         print(f"\rround {i + 1}/{rounds}", end="\n" if i + 1 == rounds else "", file=sys.stderr, flush=True)
-    return _report(llm, workload, memory, ours, theirs)
+    report = _report(llm, workload, memory, ours, theirs)
+    if file is not None:
+        tracer.start(file, record=record)
+        try:
+            traced = run_engine(llm, workload)
+        finally:
+            tracer.stop()
+            file.close()
+        report["traced"] = {"record": record, "file": str(file.path), "seconds": traced.seconds}
+    return report
 
 
-def _report(
-    llm: LLM, workload: Workload, memory: int, ours: list[Run], theirs: list[Run]
-) -> dict[str, Any]:
+def _report(llm: LLM, workload: Workload, memory: int, ours: list[Run], theirs: list[Run]) -> dict[str, Any]:
     header = llm.core.about
     seconds = statistics.median(run.seconds for run in ours)
     report: dict[str, Any] = {
@@ -166,6 +190,9 @@ def _describe(report: dict[str, Any]) -> str:
             f"  {rival['ratio']:10.2f} times as fast as it (rounds: "
             + ", ".join(f"{r:.2f}" for r in rival["ratio_per_round"]) + ")",
         ]
+    if traced := report.get("traced"):
+        more = traced["seconds"] / seconds - 1
+        lines += ["", f"  {more:10.1%} more time in one run traced at {traced['record']}, see {traced['file']}"]
     return "\n".join(lines)
 
 
