@@ -3,8 +3,10 @@
 With PAGEDLAB_REQUIRE_CHROMIUM=1, as in CI, a missing Chromium is a failure.
 """
 
+import importlib.util
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,18 @@ def browser(request):
         )
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def executed_notebooks(tmp_path_factory):
+    """A folder with every notebook as Markdown, executed once for all tests that look at them."""
+    path = Path(__file__).parent.parent / "notebooks" / "build.py"
+    spec = importlib.util.spec_from_file_location("build_notebooks", path)
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    folder = tmp_path_factory.mktemp("notebooks")
+    build.build(folder)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -5,11 +5,13 @@ notebooks, and the references of events, commands and configuration. In a page,
 
     {{ quote kv.manager:KVCacheManager.allocate_slots }}
 
-becomes the source of that symbol, and the build fails if it is gone.
+becomes the source of that symbol, and the build fails if it is gone. ``{{ notebook 04 }}`` becomes
+the address of notebook 04's page.
 """
 
 from __future__ import annotations
 
+import hashlib
 import html
 import importlib.util
 import inspect
@@ -30,6 +32,7 @@ from pagedlab.viewer.pack import pack
 from pagedlab.viewer.page import asset, module
 
 HERE = Path(__file__).parent
+NOTEBOOKS = HERE.parent / "notebooks"
 GENERATED = HERE / "generated"
 SOURCE = Path(inspect.getfile(EngineConfig)).parent
 VLLM_NAMES = {
@@ -53,6 +56,15 @@ VLLM_NAMES = {
     "enforce_eager": "`--enforce-eager`",
 }
 QUOTE = re.compile(r"\{\{ quote ([\w.]+):([\w.]+) \}\}")
+NOTEBOOK = re.compile(r"\{\{ notebook (\d\d) \}\}")
+
+
+def on_config(config: Any) -> None:
+    """Put the notebooks into the navigation, by their own titles."""
+    pages = [{title: f"generated/notebooks/{path.stem}.md"} for path, title in notebooks()]
+    for i, entry in enumerate(config["nav"]):
+        if "Notebooks" in entry:
+            config["nav"][i] = {"Notebooks": [{"Overview": entry["Notebooks"]}, *pages]}
 
 
 def on_pre_build(config: Any) -> None:
@@ -72,8 +84,20 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put quoted source in."""
+    """Put quoted source and addresses of notebooks in."""
+    markdown = NOTEBOOK.sub(lambda match: _notebook(match[1]), markdown)
     return QUOTE.sub(lambda match: _quote(match[1], match[2]), markdown)
+
+
+def notebooks() -> list[tuple[Path, str]]:
+    """The notebooks' sources in reading order, each with its title: the first heading in it."""
+    found = []
+    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.py")):
+        heading = re.search(r"^# # (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if heading is None:
+            raise ValueError(f"{path.name} has no heading")
+        found.append((path, heading[1].replace("\\", "")))
+    return found
 
 
 def _write(path: Path, text: str) -> None:
@@ -148,13 +172,17 @@ def _cli_page() -> str:
         arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
         parts.append(f"## pagedlab {name} {' '.join(arguments)}\n\n{inspect.cleandoc(command.help or '')}\n")
         rows = [
-            f"| `{', '.join(p.opts)}` | {_cell(getattr(p, 'help', None) or '')} |"
-            for p in command.params
-            if getattr(p, "help", None) and p.name != "help"
+            f"| `{_spelling(p)}` | {_cell(getattr(p, 'help', None) or '')} |" for p in command.params if p.name != "help"
         ]
         if rows:
-            parts.append("| option | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
+            parts.append("| argument or option | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _spelling(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    return ", ".join((*parameter.opts, *parameter.secondary_opts))
 
 
 def _config_page() -> str:
@@ -190,14 +218,42 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     return found
 
 
+def _notebook(number: str) -> str:
+    name = next((path.stem for path, _ in notebooks() if path.stem.startswith(number)), None)
+    if name is None:
+        raise ValueError(f"a page links to notebook {number}, which does not exist")
+    return f"generated/notebooks/{name}.md"
+
+
 def _build_notebooks(folder: Path) -> None:
-    """Executed notebooks as pages, made by ``notebooks/build.py``."""
-    path = HERE.parent / "notebooks" / "build.py"
-    spec = importlib.util.spec_from_file_location("build_notebooks", path)
+    """Executed notebooks as pages, made by ``notebooks/build.py``; run again only if they or the code changed."""
+    folder.mkdir(exist_ok=True)
+    rows = "\n".join(f"- [{title}]({path.stem}.md)" for path, title in notebooks())
+    _write(
+        folder / "index.md",
+        "# Notebooks\n\nEach takes less than ten minutes, runs from top to bottom on a CPU, and asks you to predict "
+        "before it shows. What you see here was executed when the site was built; the sources lie in `notebooks/` "
+        f"and open in Jupyter with jupytext.\n\n{rows}\n",
+    )
+    made_from, key = folder / "made-from.txt", notebooks_key()
+    if made_from.is_file() and made_from.read_text(encoding="utf-8") == key:
+        return
+    spec = importlib.util.spec_from_file_location("build_notebooks", NOTEBOOKS / "build.py")
     assert spec is not None and spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     build.build(folder)
+    _write(made_from, key)
+
+
+def notebooks_key() -> str:
+    """A hash of what the executed notebooks depend on: their sources and data, and the package."""
+    digest = hashlib.sha256()
+    data = NOTEBOOKS / "data"
+    sources = [*NOTEBOOKS.glob("*.py"), *data.rglob("*.*"), *(p for p in SOURCE.rglob("*.*") if p.suffix != ".pyc")]
+    for path in sorted(path for path in sources if path.is_file()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _cell(text: str) -> str:
