@@ -172,7 +172,9 @@ def _cli_page() -> str:
         arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
         parts.append(f"## pagedlab {name} {' '.join(arguments)}\n\n{inspect.cleandoc(command.help or '')}\n")
         rows = [
-            f"| `{_spelling(p)}` | {_cell(getattr(p, 'help', None) or '')} |" for p in command.params if p.name != "help"
+            f"| `{_spelling(p)}` | {_cell(getattr(p, 'help', None) or '')} |"
+            for p in command.params
+            if p.name != "help"
         ]
         if rows:
             parts.append("| argument or option | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
@@ -186,22 +188,30 @@ def _spelling(parameter: Any) -> str:
 
 
 def _config_page() -> str:
-    """Fields, defaults and vLLM's own names; every field must have one."""
-    comments = _attribute_docs(EngineConfig)
+    """Fields, switches, defaults and vLLM's own names; every field must have one."""
+    comments, switches = _attribute_docs(EngineConfig), _switches()
     rows = [
-        f"| `{f.name}` | `--{f.name.replace('_', '-')}` | `{f.default!r}` | {VLLM_NAMES[f.name]} | "
-        f"{_cell(comments.get(f.name, ''))} |"
+        f"| `{f.name}` | {switches.get(f.name, ('–', ''))[0]} | `{f.default!r}` | {VLLM_NAMES[f.name]} | "
+        f"{_cell(comments.get(f.name) or switches[f.name][1])} |"
         for f in fields(EngineConfig)
     ]
-    switches = {"enable_prefix_caching": "--no-prefix-caching", "enable_chunked_prefill": "--no-chunked-prefill"}
-    table = "\n".join(rows)
-    for name, switch in switches.items():
-        table = table.replace(f"`--{name.replace('_', '-')}`", f"`{switch}`", 1)
     return (
-        "# Configuration\n\nFields of `EngineConfig`, their switches, and what vLLM calls them. Made from the "
-        "class.\n\n"
-        f"| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n{table}\n"
+        "# Configuration\n\nFields of `EngineConfig`, their switches on the command line, and what vLLM calls them. "
+        "Made from the class and the commands.\n\n"
+        "| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )
+
+
+def _switches() -> dict[str, tuple[str, str]]:
+    """Field -> (its switch, what the switch says of itself), from ``pagedlab generate``."""
+    from pagedlab.cli import app
+
+    group: Any = typer.main.get_command(app)
+    found = {}
+    for parameter in group.commands["generate"].params:
+        name = re.sub(r"^no_", "enable_", parameter.name)
+        found[name] = (f"`{parameter.opts[0]}`", getattr(parameter, "help", None) or "")
+    return found
 
 
 def _attribute_docs(cls: type) -> dict[str, str]:
