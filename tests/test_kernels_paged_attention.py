@@ -168,6 +168,14 @@ def test_neighbours_and_idle_rows_change_nothing(path):
     torch.testing.assert_close(getattr(case, path)().double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_padding_rows_of_a_graph_give_zeros(num_splits):
+    """They have a query and no tokens, and a table of anything."""
+    case = Case([(1, 20), (1, 0)], block_size=4, num_heads=4, num_kv_heads=2, head_size=32)
+    output = case.interpreted(num_splits)
+    assert output[0].abs().min() > 0 and not output[1].any()
+
+
 def test_tiles_never_span_rows():
     tiles = QueryTiles.cut([1, 9], heads_per_kv_head=4, longest_block_m=16, device=torch.device("cpu"))
     assert tiles.block_m == 16

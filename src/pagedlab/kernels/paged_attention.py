@@ -253,6 +253,7 @@ def combine_splits_kernel(  # type: ignore[no-untyped-def]
     for split in range(1, NUM_SPLITS):
         row = (split * num_tokens + token) * num_heads + head
         largest = tl.maximum(largest, tl.load(partial_sums + row * 2))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # a padding row of a CUDA graph saw nothing
     total = 0.0
     acc = tl.full((PADDED_SIZE,), 0.0, tl.float32)
     for split in range(NUM_SPLITS):
@@ -262,7 +263,7 @@ def combine_splits_kernel(  # type: ignore[no-untyped-def]
         acc += weight * tl.load(part + row * HEAD_SIZE + dim, mask=dim < HEAD_SIZE, other=0.0)
     tl.store(
         output + token * output_stride_t + head * output_stride_h + dim,
-        (acc / total).to(output.dtype.element_ty), mask=dim < HEAD_SIZE,
+        (acc / tl.where(total > 0.0, total, 1.0)).to(output.dtype.element_ty), mask=dim < HEAD_SIZE,
     )
 
 
