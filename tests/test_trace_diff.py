@@ -115,6 +115,18 @@ def test_perfetto_has_a_track_per_request_and_stage_and_counters(tmp_path):
         assert all(end <= start + 0.001 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_perfetto_stages_stay_inside_their_step_also_where_the_machine_paused_before_its_first_event(tmp_path):
+    trace = record()
+    for finished in trace.filter("step_finished"):
+        finished.stage_ns["schedule"] += 10_000_000  # began 10 ms before step_started came to be written
+    trace.to_perfetto(tmp_path / "p.json")
+    slices = [r for r in json.loads((tmp_path / "p.json").read_text())["traceEvents"] if r["ph"] == "X"]
+    for r in slices:
+        if r["name"] in ("schedule", "execute_model", "update_from_output"):
+            step = next(s for s in slices if s["name"] == f"step {r['args']['step']}")
+            assert r["dur"] >= 0 and step["ts"] <= r["ts"] and r["ts"] + r["dur"] <= step["ts"] + step["dur"] + 0.001
+
+
 # ------------------------------------------------------------------ scenario-from
 
 

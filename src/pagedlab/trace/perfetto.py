@@ -102,10 +102,12 @@ class _Tracks:
         duration = finished.t_ns - started.t_ns
         yield from self._slice(ENGINE, "step", f"step {started.step}", started.t_ns, duration,
                                {"tokens": finished.num_scheduled_tokens})
-        at = inside = started.t_ns
+        # The stages end where the step does; the first one began a little before its own event.
+        at = inside = finished.t_ns - sum(finished.stage_ns.get(stage, 0) for stage in _WHOLE)
         for stage, nanoseconds in finished.stage_ns.items():
             if stage in _WHOLE:
-                yield from self._slice(ENGINE, stage, stage, at, nanoseconds, {"step": started.step})
+                begin = max(at, started.t_ns)
+                yield from self._slice(ENGINE, stage, stage, begin, at + nanoseconds - begin, {"step": started.step})
                 inside = at if stage == "execute_model" else inside
                 at += nanoseconds
             else:  # a part of execute_model, in the order in which they run
