@@ -203,9 +203,10 @@ IndexTable({name: started[name] for name in shown}, started["req_indices"],
 # %% tags=["answer"]
 for name, each in recorded.items():
     divisible = each["max_model_len"] % each["block_size"] == 0
-    agrees = every_list(each)["wrong_if_token_indices_div_block_size"] == each["block_table_indices"]
-    print(f"{name:13} max_model_len {each['max_model_len']:2} a multiple of {each['block_size']}: "
-          f"{'yes' if divisible else 'no ':3} shortcut right: {'yes' if agrees else 'no'}")
+    shortcut = every_list(each)["wrong_if_token_indices_div_block_size"]
+    agrees = shortcut == each["block_table_indices"]
+    print(f"{name:13} max_model_len {each['max_model_len']:2}, block size {each['block_size']}: "
+          f"{'a multiple' if divisible else 'no multiple':11}, {'right' if agrees else 'wrong'}")
     assert agrees == divisible == each["that_shortcut_agrees"]
 
 # %% [markdown]
