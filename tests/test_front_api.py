@@ -143,6 +143,28 @@ def test_a_stop_string_ends_text_and_request(llm, include):
     assert streamed == output.outputs[0].text
 
 
+@pytest.mark.parametrize("only_the_best", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0}])
+def test_a_distribution_cut_to_its_best_token_is_greedy(llm, only_the_best):
+    greedy = token_ids(llm.generate(PROMPTS, GREEDY))
+    params = {"temperature": 1.3, "max_tokens": 6, "ignore_eos": True, **only_the_best}
+    assert token_ids(llm.generate(PROMPTS, SamplingParams(**params))) == greedy
+
+
+def test_end_of_text_ends_a_request_unless_ignored_and_never_before_min_tokens(llm, monkeypatch):
+    usual = token_ids(llm.generate(PROMPTS[0], GREEDY))[0]
+    eos = usual[2]  # make the third token of this run the end of text
+    monkeypatch.setattr(llm._inputs, "eos_token_id", eos)
+    monkeypatch.setattr(llm.core.executor.runner.sampler, "eos_token_ids", (eos,))
+    params = {"temperature": 0, "max_tokens": 6}
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(**params))
+    first = usual.index(eos)
+    assert output.outputs[0].token_ids == usual[: first + 1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+    assert token_ids(llm.generate(PROMPTS[0], SamplingParams(**params, ignore_eos=True))) == [usual]
+    (longer,) = token_ids(llm.generate(PROMPTS[0], SamplingParams(**params, min_tokens=5)))
+    assert len(longer) >= 5 and eos not in longer[:5]
+
+
 # ------------------------------------------------------------------ n
 
 

@@ -166,6 +166,32 @@ def test_without_network_a_hub_id_is_one_sentence_that_names_the_embedded_model(
         resolve_model("Qwen/no-such-model")
 
 
+def test_a_hub_id_is_downloaded_without_a_second_copy_of_the_weights(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+
+    def download(hub_id, **kwargs):
+        asked.update(kwargs, id=hub_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path and asked["id"] == "Qwen/Qwen3-0.6B"
+    assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+
+
+def test_a_model_the_hub_does_not_know_is_one_sentence(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    def not_found(hub_id, **kwargs):
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_found)
+    with pytest.raises(UserError, match="the hub has no such model"):
+        resolve_model("Qwen/Qwen3-0.6Z")
+
+
 # ------------------------------------------------------------------ input processor
 
 
