@@ -29,6 +29,19 @@ def test_a_count_that_is_not_a_positive_whole_number_is_refused(name, value):
     assert complaint(EngineConfig, **{name: value}) == f"{name} is {value!r}: give a positive whole number."
 
 
+@pytest.mark.parametrize("name", POSITIVE)
+def test_a_count_beyond_what_the_tables_hold_is_refused(name):
+    most = 2**63 - 1 if name == "kv_cache_memory" else 2**31 - 1
+    assert getattr(EngineConfig(**{name: most}), name) == most
+    assert complaint(EngineConfig, **{name: most + 1}) == f"{name} is {most + 1}: give at most {most}."
+
+
+@pytest.mark.parametrize("make", [EngineConfig, SamplingParams])
+def test_a_seed_is_one_that_torch_takes(make):
+    assert make(seed=2**63 - 1).seed == 2**63 - 1
+    assert complaint(make, seed=2**63) == f"seed is {2**63}: give at most {2**63 - 1}."
+
+
 @pytest.mark.parametrize("name", ["num_blocks", "kv_cache_memory", "max_model_len"])
 def test_none_leaves_the_count_to_the_start(name):
     assert getattr(EngineConfig(**{name: None}), name) is None
@@ -162,6 +175,17 @@ def test_a_sampling_parameter_out_of_range_says_what_to_give(fields, text):
 def test_a_sampling_parameter_at_its_limit_is_taken(fields):
     made = SamplingParams(**fields)
     assert all(getattr(made, name) == value for name, value in fields.items())
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_a_switch_of_a_request_is_true_or_false(name, value):
+    assert complaint(SamplingParams, **{name: value}) == f"{name} is {value!r}: give True or False."
+
+
+def test_no_stop_may_be_written_as_none():
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert params == SamplingParams() and params.stop == params.stop_token_ids == ()
 
 
 def test_one_stop_string_may_be_given_as_it_is():

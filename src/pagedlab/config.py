@@ -14,6 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash-attn")
 RUNNERS = ("persistent", "state-table")
+LARGEST_COUNT = 2**31 - 1   # of tokens, blocks or requests: ids in the tables are int32
+LARGEST_INT64 = 2**63 - 1   # for seeds and bytes
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} is {getattr(self, name)!r}: give True or False.")
-        if type(self.seed) is not int or self.seed < 0:
-            raise UserError(f"seed is {self.seed!r}: give a whole number of 0 or more.")
+        check_seed(self.seed)
         share: object = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise UserError(
@@ -112,11 +113,26 @@ class EngineConfig:
         return tuple(f.name for f in fields(cls))
 
 
+def check_seed(seed: object) -> None:
+    """One that torch takes.
+
+    Raises:
+        UserError: it is not a whole number from 0 to 2**63 - 1.
+    """
+    if type(seed) is not int or seed < 0:
+        raise UserError(f"seed is {seed!r}: give a whole number of 0 or more.")
+    if seed > LARGEST_INT64:
+        raise UserError(f"seed is {seed}: give at most {LARGEST_INT64}.")
+
+
 def _positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r}: give a positive whole number.")
+        most = LARGEST_INT64 if name == "kv_cache_memory" else LARGEST_COUNT
+        if value > most:
+            raise UserError(f"{name} is {value}: give at most {most}.")
 
 
 def _one_of(config: object, name: str, allowed: tuple[str, ...]) -> None:

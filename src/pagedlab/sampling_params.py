@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pagedlab.config import check_seed
 from pagedlab.errors import UserError
 
 
@@ -49,6 +50,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):  # None, as vLLM writes it, is none
+            object.__setattr__(self, name, () if getattr(self, name) is None else getattr(self, name))
         if not isinstance(self.stop, str | list | tuple) or not isinstance(self.stop_token_ids, list | tuple):
             name = "stop_token_ids" if isinstance(self.stop, str | list | tuple) else "stop"
             raise UserError(f"{name} is {getattr(self, name)!r}: give a list.")
@@ -61,7 +64,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _whole_number(name, getattr(self, name), least)
         if self.seed is not None:
-            _whole_number("seed", self.seed, 0)
+            check_seed(self.seed)
         if type(self.top_k) is not int or self.top_k < -1:
             raise UserError(f"top_k is {self.top_k!r}: give 0 (or -1) to keep all tokens, or a positive whole number.")
         _number("temperature", self.temperature, 0.0, math.inf)
@@ -74,6 +77,9 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}: "
                 "lower the first or raise the second."
             )
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} is {getattr(self, name)!r}: give True or False.")
         if any(not isinstance(s, str) or not s for s in stop):
             raise UserError("a stop string is empty or not text: give non-empty strings.")
         if any(type(t) is not int or t < 0 for t in self.stop_token_ids):
