@@ -188,3 +188,17 @@ def test_only_few_long_decodes_are_split():
     assert choose_num_splits(1, 8, 1, 255, num_processors=132) == 1
     assert choose_num_splits(256, 8, 1, 8192, num_processors=132) == 1
     assert choose_num_splits(1, 8, 2, 8192, num_processors=132) == 1
+
+
+@pytest.mark.parametrize("path", ["interpreted", "torch_backend", "split"])
+def test_blocks_beyond_32_bits_are_found(path):
+    case = Case([(2, 7)], block_size=4, num_heads=2, num_kv_heads=1, head_size=32)
+    expected = case.reference()
+    memory = torch.empty(18 * 2**27 + 512, dtype=torch.float16)
+    cache = memory.as_strided((2, 18, 4, 1, 32), (128, 2**27, 32, 32, 1))
+    cache[:, [17, 1]] = case.kv_cache[:, case.block_table[0, :2].long()].half()
+    case.kv_cache, case.query = cache, case.query.half()
+    case.block_table[0, :2] = torch.tensor([17, 1])
+    case.expected_reads = [[17, 1]]
+    found = case.interpreted(num_splits=3) if path == "split" else getattr(case, path)()
+    torch.testing.assert_close(found.double(), expected, atol=5e-3, rtol=5e-3)

@@ -90,3 +90,15 @@ def test_kernel_and_twin_leave_the_same_bits(seed, num_tokens, block_size, heads
     assert torch.equal(cache.view(torch.uint8) if cache.is_contiguous() else cache, twin.view(torch.uint8)
                        if cache.is_contiguous() else twin)
     assert torch.equal(*logs)
+
+
+@both
+def test_offsets_beyond_32_bits_reach_their_place(write):
+    """Block 17 starts at element 17 · 2²⁷ > 2³¹ of a cache with wide strides; memory nobody touches costs nothing."""
+    memory = torch.empty(18 * 2**27 + 64, dtype=torch.float16)
+    cache = memory.as_strided((2, 18, 2, 1, 16), (32, 2**27, 16, 16, 1))
+    key = torch.arange(16, dtype=torch.float16).view(1, 1, 16)
+    write(key, -key, cache, torch.tensor([17 * 2 + 1]))
+    start = 17 * 2**27 + 16
+    assert torch.equal(memory[start : start + 16], key.flatten())
+    assert torch.equal(memory[start + 32 : start + 48], -key.flatten())

@@ -61,8 +61,9 @@ def test_greedy_tokens_match_batched_and_chunked(name, chunk):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_runs_and_stays_near(name):
-    driver = PagedDriver(CHECKPOINTS / name / "checkpoint", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_and_stays_near(name, dtype):
+    driver = PagedDriver(CHECKPOINTS / name / "checkpoint", dtype=dtype)
     recorded = load_file(CHECKPOINTS / name / "last_prompt_logits.safetensors")
     case = cases(name)["p01-len5"]
     driver.start("r0")

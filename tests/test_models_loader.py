@@ -75,6 +75,25 @@ def test_a_wrong_shape_says_tensor_found_and_expected(single):
         load(single)
 
 
+def test_quantized_weights_are_refused(single):
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewrite(single, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(UserError, match=r"down_proj\.weight is stored as I8, but pagedlab reads"):
+        load(single)
+
+
+def test_a_header_that_contradicts_itself_is_refused(single):
+    path = single / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.layers.0.input_layernorm.weight"]["data_offsets"][1] -= 4
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        load(single)
+
+
 def test_a_missing_tensor_is_named(single):
     rewrite(single, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
     with pytest.raises(UserError, match=r"no tensor model\.layers\.2\.mlp\.up_proj\.weight, which"):

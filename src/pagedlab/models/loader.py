@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedlab.attention.backends import AttentionBackend
@@ -24,12 +24,14 @@ from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     shard: Path
     shape: tuple[int, ...]
+    dtype: str                 # as safetensors spells it: F32, BF16, …
 
 
 def load_model(
@@ -40,7 +42,7 @@ def load_model(
 
     Raises:
         UserError: no weights, a shard that is missing or cut off, a tensor that is missing, that the
-            config has no place for, or that has another shape than the config says.
+            config has no place for, or that has another shape than the config says or is quantized.
     """
     stored = read_headers(Path(model_dir))
     model = new_model(model_config, device=device, dtype=dtype, attention_backend=attention_backend)
@@ -50,9 +52,12 @@ def load_model(
     for name in targets:
         by_shard.setdefault(stored[name].shard, []).append(name)
     for shard, names in by_shard.items():
-        with safe_open(shard, framework="pt") as file:
-            for name in names:
-                targets[name].copy_(file.get_tensor(name))
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in names:
+                    targets[name].copy_(file.get_tensor(name))
+        except SafetensorError as error:
+            raise UserError(f"{shard} is damaged: {error}.") from None
     del targets
     for module in model.modules():
         if isinstance(module, MergedLinear):
@@ -85,7 +90,7 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         for name, tensor in _read_header(model_dir / shard).items():
-            stored[name] = StoredTensor(model_dir / shard, tuple(tensor["shape"]))
+            stored[name] = StoredTensor(model_dir / shard, tuple(tensor["shape"]), tensor["dtype"])
     return stored
 
 
@@ -100,9 +105,10 @@ def _read_header(shard: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
         needed = 8 + header_size + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        assert all({"shape", "dtype"} <= tensor.keys() for tensor in header.values())
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, AssertionError):
         raise UserError(f"{shard} is not a safetensors file.") from None
     if size != needed:
         raise UserError(f"{shard} is cut off or damaged: it has {size} bytes where its header promises {needed}.")
@@ -121,6 +127,11 @@ def _compare(
             raise UserError(
                 f"{model_dir}: {name} has shape {list(stored[name].shape)}, "
                 f"but config.json asks for {list(target.shape)}."
+            )
+        if stored[name].dtype not in STORED_DTYPES:
+            raise UserError(
+                f"{model_dir}: {name} is stored as {stored[name].dtype}, but pagedlab reads "
+                f"{', '.join(STORED_DTYPES)}: use the checkpoint that is not quantized."
             )
     known = {*targets, "lm_head.weight"} if config.tie_word_embeddings else targets
     if extra := sorted(name for name in stored if name not in known and not name.endswith(".inv_freq")):
