@@ -15,7 +15,7 @@ from pagedlab.commands.prompts import for_model, read_prompts
 @takes_knobs
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="Text to continue; without any, standard input.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; without any, standard input.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with token ids and reasons.")] = False,

@@ -28,7 +28,7 @@ DEFAULT_NUM_BLOCKS = 64  # a pool that fits on a screen; memory would give thous
 @takes_knobs
 def trace(
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="Text to continue; several run together.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; several run together.")
     ] = None,
     scenario: Annotated[
         str | None, typer.Option("--scenario", metavar="NAME|FILE", help="Run a story instead of prompts.")
