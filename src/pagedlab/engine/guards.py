@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import lcm
 
+from pagedlab.config import SchedulerConfig
 from pagedlab.errors import UserError
 from pagedlab.request import Request
 from pagedlab.sched.output import SchedulerOutput
@@ -58,13 +59,19 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
         )
         return "prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len}
     budget = config.max_num_batched_tokens
-    if not config.enable_chunked_prefill and not config.long_prefill_token_threshold and length > budget:
+    if larger_than_budget(config, length):
         message = (
             f"{name} has a prompt of {length} tokens, but the budget is {budget} tokens a step and chunked prefill "
             "is off: switch it on or raise max_num_batched_tokens."
         )
         return "larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget}
     return None
+
+
+def larger_than_budget(config: SchedulerConfig, num_tokens: int) -> bool:
+    """Whether a request with so many tokens to compute must be scheduled in one piece and does not fit a step."""
+    in_chunks = config.enable_chunked_prefill or config.long_prefill_token_threshold > 0
+    return not in_chunks and num_tokens > config.max_num_batched_tokens
 
 
 def most_blocks_held(scheduler: Scheduler, num_tokens: int) -> int:
@@ -130,6 +137,17 @@ def explain_hopeless(scheduler: Scheduler, request: Request) -> tuple[str, dict[
     """The sentence and the numbers for a request that was ended with finish reason ``error``."""
     usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
     needed = most_blocks_held(scheduler, request.num_tokens)
+    if needed <= usable and larger_than_budget(scheduler.config, request.num_tokens):
+        budget = scheduler.config.max_num_batched_tokens
+        message = (
+            f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: it was preempted "
+            f"and has {request.num_tokens} tokens to compute again, but the budget is {budget} tokens a step and "
+            "chunked prefill is off; switch it on or raise max_num_batched_tokens."
+        )
+        return message, {
+            "num_tokens": request.num_tokens, "max_num_batched_tokens": budget,
+            "steps_without_progress": MAX_STEPS_WITHOUT_PROGRESS,
+        }
     rivals = sorted(request_id for request_id in scheduler.requests if request_id != request.request_id)
     competing = ""
     if needed <= usable and rivals:  # it fits alone; requests that preempt each other for ever end one by one
