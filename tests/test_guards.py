@@ -196,6 +196,20 @@ def test_a_long_prompt_in_small_chunks_is_progress():
     assert steps == 300 and ended["long"].finish_reason == "length"
 
 
+def test_a_preempted_request_longer_than_a_step_is_ended_with_the_budget_as_the_reason():
+    """With chunked prefill off its prompt fitted in one piece, prompt and output together do not."""
+    shape, core = engine(num_blocks=6, enable_chunked_prefill=False, max_num_batched_tokens=8,
+                         enable_prefix_caching=False)
+    core.add_request(shape.request("A", [1] * 4, max_tokens=9))
+    core.add_request(shape.request("B", [2] * 4, max_tokens=9))
+    _, ended = steps_to_end(core)
+    assert {r: o.finish_reason for r, o in ended.items()} == {"A": "length", "B": "error"}
+    assert ended["B"].error == (
+        "request B made no progress in 100 steps: it was preempted and has 9 tokens to compute again, but the budget "
+        "is 8 tokens a step and chunked prefill is off; switch it on or raise max_num_batched_tokens."
+    )
+
+
 def test_an_id_that_comes_again_starts_from_nothing():
     shape, core = engine(num_blocks=100, max_num_batched_tokens=1, max_model_len=400)
     core.add_request(shape.request("long", [0] * 300, max_tokens=1))

@@ -89,7 +89,7 @@ class AnyEngine(RuleBasedStateMachine):
 
 TestAnyEngine = AnyEngine.TestCase
 TestAnyEngine.settings = settings(
-    max_examples=500, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=800, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
