@@ -47,7 +47,7 @@ def test_temperature_sharpens_the_distribution():
 
 @pytest.mark.parametrize("params, kept", [
     ({"top_k": 1}, 1), ({"top_k": 2}, 2), ({"top_k": 100}, 4), ({"top_k": -1}, 4),
-    ({"top_p": 0.4}, 1), ({"top_p": 0.7}, 2), ({"top_p": 0.9}, 3), ({"top_p": 1.0}, 4),
+    ({"top_p": 1e-300}, 1), ({"top_p": 0.4}, 1), ({"top_p": 0.7}, 2), ({"top_p": 0.9}, 3), ({"top_p": 1.0}, 4),
     ({"min_p": 0.5}, 2), ({"min_p": 0.29}, 3), ({"min_p": 1.0}, 1),
     ({"top_k": 3, "top_p": 0.5}, 1), ({"top_k": 2, "top_p": 0.9}, 2), ({"min_p": 0.2, "top_k": 2}, 2),
 ])  # fmt: skip

@@ -202,6 +202,7 @@ def _keep_top_k_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
         )
         probs = (kept_by_k - total).exp()
         is_kept &= (probs.cumsum(-1) - probs < top_p) | (top_p == 1)                       # 1 keeps all, rounded or not
+        is_kept[:, 0] = True                                                               # also if top_p rounds to 0
         if not is_kept[:, -1].any():
             break
     kept = falling.masked_fill(~is_kept, float("-inf"))
