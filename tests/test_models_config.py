@@ -40,6 +40,11 @@ def test_end_of_text_ids_of_both_files_count():
     assert config.eos_token_ids == (3, 7)
 
 
+def test_an_end_of_text_id_beyond_the_vocabulary_never_comes_up():
+    config = ModelConfig.from_dict(without(DENSE, eos_token_id=DENSE["vocab_size"]), {"eos_token_id": [3, 10**9]})
+    assert config.eos_token_ids == (3,)
+
+
 def test_max_window_layers_says_from_where_on_layers_slide():
     config = without(DENSE, "layer_types", use_sliding_window=True, sliding_window=8, max_window_layers=2)
     assert ModelConfig.from_dict(config).layer_types == ("full_attention", "full_attention", "sliding_attention")
@@ -74,6 +79,23 @@ BROKEN = {
     "a window without a width": (
         without(DENSE, layer_types=["sliding_attention"] * 3, use_sliding_window=True), "sliding_window is not set"),
     "more experts per token than experts": (without(MOE, num_experts_per_tok=9), "only 8"),
+    "no name of a family": (without(DENSE, model_type=["qwen3"]), "model of type"),
+    "an epsilon that is text": (without(DENSE, rms_norm_eps="small"), "rms_norm_eps is 'small'"),
+    "an epsilon that is no number": (without(DENSE, rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+    "an end-of-text id that is text": (without(DENSE, eos_token_id=[1, "end"]), "eos_token_id has 'end'"),
+    "a negative end-of-text id": (without(DENSE, eos_token_id=-1), "eos_token_id has -1"),
+    "a RoPE base that is text": (without(DENSE, rope_theta="large"), "rope_theta is 'large'"),
+    "a RoPE base of 0": (without(DENSE, rope_theta=0), "rope_theta is 0"),
+    "rope_parameters that are text": (without(DENSE, rope_parameters="default"), "rope_parameters is 'default'"),
+    "rope_scaling that is text": (without(DENSE, rope_scaling="yarn"), "rope_scaling is 'yarn'"),
+    "scaled RoPE beside unscaled": (
+        without(DENSE, rope_parameters={"rope_type": "default", "rope_theta": DENSE["rope_theta"]},
+                rope_scaling={"type": "yarn"}), "RoPE of type 'yarn'"),
+    "layer types that are text": (without(DENSE, layer_types="full_attention"), "must be a list of names"),
+    "layer types that are numbers": (without(DENSE, layer_types=[1, 2, 3]), "must be a list of names"),
+    "a first window layer that is text": (
+        without(DENSE, "layer_types", use_sliding_window=True, sliding_window=8, max_window_layers="x"),
+        "max_window_layers is 'x'"),
     "another activation": (without(DENSE, hidden_act="gelu"), "hidden_act is 'gelu'"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """The same from the parsed files; ``where`` names them in errors."""
         model_type = config.get("model_type")
-        if model_type not in MODEL_TYPES:
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             raise UserError(
                 f"{where} describes a model of type {model_type!r}: "
                 f"pagedlab runs {' and '.join(MODEL_TYPES)} checkpoints."
@@ -115,21 +116,21 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(config, where),
+            rms_norm_eps=read.number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+            rope_theta=_rope_theta(read),
             max_position_embeddings=read.count("max_position_embeddings"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             dtype=_dtype(config, where),
             layer_types=layer_types,
             sliding_window=window,
-            eos_token_ids=_eos_token_ids(config, generation_config or {}),
+            eos_token_ids=_eos_token_ids(where, read.count("vocab_size"), config, generation_config or {}),
             **(_moe_fields(read, num_layers) if model_type == "qwen3_moe" else {}),
         )
 
 
 class _Reader:
-    """Reads positive whole numbers and says which file lacks one."""
+    """Reads positive numbers and says which file lacks one."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -141,6 +142,11 @@ class _Reader:
             found = "is missing" if value is None else f"is {value!r}"
             raise UserError(f"{self.where}: {name} {found}, but it must be a positive whole number.")
         return value
+
+    def number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"{self.where}: {name} is {value!r}, but it must be a positive number.")
+        return float(value)
 
 
 def _attention_of_layers(read: _Reader, model_type: str, num_layers: int) -> tuple[int | None, tuple[str, ...]]:
@@ -154,11 +160,15 @@ def _attention_of_layers(read: _Reader, model_type: str, num_layers: int) -> tup
     if config.get("use_sliding_window", given is not None) and config.get("sliding_window") is not None:
         window = read.count("sliding_window")
     if given is not None:
+        if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+            raise UserError(f"{where}: layer_types is {given!r}, but it must be a list of names.")
         layer_types = tuple(given)
     elif window is None:
         layer_types = ("full_attention",) * num_layers
     else:
         first = 0 if model_type == "qwen3_moe" else config.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise UserError(f"{where}: max_window_layers is {first!r}, but it must be a whole number of 0 or more.")
         layer_types = tuple(LAYER_TYPES[i >= first] for i in range(num_layers))
     if len(layer_types) != num_layers:
         raise UserError(f"{where}: layer_types has {len(layer_types)} entries for {num_layers} layers.")
@@ -171,14 +181,17 @@ def _attention_of_layers(read: _Reader, model_type: str, num_layers: int) -> tup
     return window, layer_types
 
 
-def _rope_theta(config: dict[str, Any], where: str) -> float:
+def _rope_theta(read: _Reader) -> float:
     """The base of RoPE from either spelling; a silent default of 10000 would change every token."""
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    rope_type = parameters.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if rope_type != "default":
-        raise UserError(f"{where}: RoPE of type {rope_type!r} is not supported, only unscaled RoPE.")
-    given = {float(c["rope_theta"]) for c in (config, parameters) if c.get("rope_theta") is not None}
+    config, where = read.config, read.where
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(rope, dict):
+            raise UserError(f"{where}: {name} is {rope!r}, but it must be a JSON object.")
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise UserError(f"{where}: RoPE of type {rope_type!r} is not supported, only unscaled RoPE.")
+    given = {read.number("rope_theta", c["rope_theta"]) for c in (config, parameters) if c.get("rope_theta") is not None}
     if not given:
         raise UserError(f"{where} gives no RoPE base: it needs rope_theta, or rope_parameters with a rope_theta.")
     if len(given) > 1:
@@ -196,12 +209,18 @@ def _dtype(config: dict[str, Any], where: str) -> str:
     return dtype
 
 
-def _eos_token_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """An id or a list of ids in either file; all of them end a text."""
+def _eos_token_ids(where: str, vocab_size: int, *configs: dict[str, Any]) -> tuple[int, ...]:
+    """An id or a list of ids in either file; all of them end a text.
+
+    Small checkpoints made for tests often keep the ids of a large vocabulary, which never come up.
+    """
     ids: set[int] = set()
     for config in configs:
         given = config.get("eos_token_id")
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+        several = given if isinstance(given, list) else [] if given is None else [given]
+        if wrong := [i for i in several if type(i) is not int or i < 0]:
+            raise UserError(f"{where}: eos_token_id has {wrong[0]!r}, but ids are whole numbers of 0 or more.")
+        ids.update(i for i in several if i < vocab_size)
     return tuple(sorted(ids))
 
 
