@@ -1,6 +1,7 @@
 """Tokenizer, detokenizer, input and output processor: text in, text out, no model."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
@@ -131,6 +132,21 @@ def test_a_chat_template_runs_in_a_sandbox(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="chat template"):
         Tokenizer(tmp_path).apply_chat_template(chat)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ messages | tojson(x=1) }}"])
+def test_a_chat_template_that_fails_is_one_sentence(tmp_path, template):
+    shutil.copy(EMBEDDED_DIR / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="refused the messages"):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_a_tokenizer_config_that_is_no_object_is_refused(tmp_path):
+    shutil.copy(EMBEDDED_DIR / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match="must be a JSON object"):
+        Tokenizer(tmp_path).apply_chat_template([])
 
 
 def test_without_a_chat_template_one_sentence_says_so(tokenizer):

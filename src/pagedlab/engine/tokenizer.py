@@ -101,7 +101,7 @@ class Tokenizer:
         template, names = self._chat_template
         try:
             text: str = template.render(messages=messages, add_generation_prompt=True, **names)
-        except TemplateError as e:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as e:
             raise UserError(f"the chat template of {self.model_dir} refused the messages: {e}") from e
         return text
 
@@ -116,6 +116,8 @@ class Tokenizer:
             config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         except ValueError as e:
             raise UserError(f"{path} is not JSON: {e}") from e
+        if not isinstance(config, dict):
+            raise UserError(f"{path} holds a {type(config).__name__}, but it must be a JSON object.")
         beside = self.model_dir / "chat_template.jinja"
         source = beside.read_text("utf-8") if beside.is_file() else config.get("chat_template")
         if not isinstance(source, str):
