@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_KEYS = 1 << 17  # keys remembered, the oldest are forgotten; some tens of megabytes
+
 
 @dataclass(slots=True)
 class CachedKey:
@@ -50,6 +52,18 @@ class PrefixHistory:
         self._keys[group_id, block_hash] = key
         self._by_tokens[group_id, token_ids] = key
         self._by_start[group_id, parent_hash, token_ids[0]] = key
+        if len(self._keys) > MAX_KEYS:
+            self._forget(next(iter(self._keys)))
+
+    def _forget(self, oldest: tuple[int, bytes]) -> None:
+        """From now on a key that is not found may have been cached long ago: the history is not complete."""
+        key = self._keys.pop(oldest)
+        self.num_recorded -= 1
+        by_tokens, by_start = (oldest[0], key.token_ids), (oldest[0], key.parent_hash, key.token_ids[0])
+        if self._by_tokens.get(by_tokens) is key:
+            del self._by_tokens[by_tokens]
+        if self._by_start.get(by_start) is key:
+            del self._by_start[by_start]
 
     def evicted(self, group_id: int, block_hash: bytes, for_request: str) -> None:
         key = self._keys.get((group_id, block_hash))
