@@ -115,6 +115,19 @@ def test_what_a_reset_forgot_is_not_called_evicted():
     assert [(e.done, e.num_used_blocks) for e in of_kind(trace, PrefixCacheReset)] == [(True, 0)]
 
 
+def test_a_long_trace_forgets_the_oldest_keys_and_does_not_claim_to_know(monkeypatch):
+    monkeypatch.setattr("pagedlab.kv.prefix_history.MAX_KEYS", 4)
+    engine = Engine(num_blocks=8)
+    history = engine.pool.history
+    with tracing("decisions") as trace:
+        engine.run("a", A)
+        assert len(history._keys) == 3 and history.num_recorded == engine.pool.num_ever_cached
+        engine.run("big", list(range(50, 70)))
+        assert len(history._keys) == len(history._by_tokens) == len(history._by_start) == 4
+        engine.run("b", [*A[:4], 99, 99, 99, 99, 99])
+    assert last_match(trace).why == "miss"
+
+
 def test_a_trace_that_joined_late_does_not_claim_to_know():
     engine = Engine()
     engine.run("a", A)
