@@ -118,8 +118,8 @@ assert match.block_ids == [[3]] and list(trace.at(step=2).free_queue) == [3]
 assert (refused.needed_from_free_hits, refused.needed_new, refused.num_free) == ([1], [2], 1)
 
 # %% [markdown]
-# 3. A hit block that is *free* must be taken out of the free queue, so it uses up one of the free blocks
-# like any other. The condition is (new + free hits) ≤ free. Neither fragmentation nor the order of block
+# Three. A hit block that is *free* must be taken out of the free queue, so it uses up one of the free
+# blocks like any other. The condition is (new + free hits) ≤ free. Neither fragmentation nor the order of block
 # numbers plays a part: all blocks are equal.
 #
 # ## Until r0 is done

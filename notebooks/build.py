@@ -9,6 +9,7 @@ import argparse
 import base64
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 300  # for one cell, on a busy machine
+AT_A_TIME = 2
 
 
 def sources() -> list[Path]:
@@ -40,6 +43,13 @@ def execute(source: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def execute_all(names: list[str] | None = None) -> dict[str, nbformat.NotebookNode]:
+    """File name without ``.py`` -> the executed notebook; two run at a time."""
+    chosen = [source for source in sources() if names is None or source.stem in names]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return dict(zip([source.stem for source in chosen], pool.map(execute, chosen), strict=True))
+
+
 def build(folder: str | os.PathLike[str], names: list[str] | None = None) -> list[Path]:
     """Run the notebooks and write each as Markdown with its outputs inside, fit for any Markdown site.
 
@@ -47,14 +57,21 @@ def build(folder: str | os.PathLike[str], names: list[str] | None = None) -> lis
         folder: made if it is not there.
         names: stems such as ``"03_two_five_three"``; None is all.
     """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    return write(execute_all(names), Path(folder), "markdown")
+
+
+def write(notebooks: dict[str, nbformat.NotebookNode], folder: Path, kind: str) -> list[Path]:
+    """Executed notebooks as ``markdown``, as ``ipynb``, or as nbconvert's ``html``."""
+    folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for source in sources():
-        if names is None or source.stem in names:
-            path = target / f"{source.stem}.md"
-            path.write_text(to_markdown(execute(source)), encoding="utf-8")
-            written.append(path)
+    for stem, notebook in notebooks.items():
+        path = folder / f"{stem}.{'md' if kind == 'markdown' else kind}"
+        if kind == "ipynb":
+            text = nbformat.writes(notebook)
+        else:
+            text = to_markdown(notebook) if kind == "markdown" else HTMLExporter().from_notebook_node(notebook)[0]
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
     return written
 
 
@@ -103,25 +120,6 @@ def _preformatted(text: str) -> str:
     return f'<pre class="output">{escape(text.rstrip()).replace(chr(10), "&#10;")}</pre>'
 
 
-def _write_as(kind: str, folder: Path, names: list[str] | None) -> list[Path]:
-    """Executed .ipynb, or nbconvert's own HTML."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for source in sources():
-        if names is not None and source.stem not in names:
-            continue
-        notebook = execute(source)
-        path = folder / f"{source.stem}.{kind}"
-        if kind == "html":
-            from nbconvert import HTMLExporter
-
-            path.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
-        else:
-            nbformat.write(notebook, path)
-        written.append(path)
-    return written
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", default=str(HERE / "_built"), help="default: notebooks/_built")
@@ -132,11 +130,7 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"pagedlab: there is no notebook {min(unknown)!r} in {HERE}.", file=sys.stderr)
         return 2
-    if chosen.kind == "markdown":
-        written = build(chosen.folder, chosen.only)
-    else:
-        written = _write_as(chosen.kind, Path(chosen.folder), chosen.only)
-    print("\n".join(map(str, written)))
+    print("\n".join(map(str, write(execute_all(chosen.only), Path(chosen.folder), chosen.kind))))
     return 0
 
 

@@ -37,14 +37,26 @@ def browser(request):
 
 
 @pytest.fixture(scope="session")
-def executed_notebooks(tmp_path_factory):
-    """A folder with every notebook as Markdown, executed once for all tests that look at them."""
+def notebook_builder():
+    """The module ``notebooks/build.py``."""
     path = Path(__file__).parent.parent / "notebooks" / "build.py"
     spec = importlib.util.spec_from_file_location("build_notebooks", path)
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
+    return build
+
+
+@pytest.fixture(scope="session")
+def notebook_nodes(notebook_builder):
+    """Every notebook by its stem, executed once for all tests that look at them."""
+    return notebook_builder.execute_all()
+
+
+@pytest.fixture(scope="session")
+def executed_notebooks(notebook_builder, notebook_nodes, tmp_path_factory):
+    """A folder with every notebook as Markdown."""
     folder = tmp_path_factory.mktemp("notebooks")
-    build.build(folder)
+    notebook_builder.write(notebook_nodes, folder, "markdown")
     return folder
 
 

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from pagedlab.display import graphviz
+from pagedlab.display.chooser import MOST_CHOICES, Chooser
 from pagedlab.display.picture import COLOURS, HUES, tint
 from pagedlab.display.tables import MOST_TOKENS, IndexTable
 from pagedlab.errors import UserError
@@ -96,8 +98,8 @@ def test_tables_of_all_groups_are_drawn() -> None:
 
 def test_renderers_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     dot = stored("two-five-three").block_table("r1").dot
-    assert graphviz.to_svg(dot) is not None  # pygraphviz, from the notebooks extra
-    monkeypatch.setattr(graphviz, "_with_pygraphviz", lambda dot: None)
+    assert graphviz.renderer()[0] == sys.executable  # type: ignore[index]  # pygraphviz, from the notebooks extra
+    monkeypatch.setattr(graphviz, "find_spec", lambda name: None)
     program = tmp_path / "dot"
     program.write_text('#!/bin/sh\ncat > /dev/null\necho \'<?xml version="1.0"?><svg id="by-a-program"/>\'\n')
     program.chmod(0o755)
@@ -106,11 +108,15 @@ def test_renderers_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path:
     program.write_text("#!/bin/sh\ncat > /dev/null\necho no memory >&2\nexit 3\n")
     with pytest.raises(UserError, match=r"did not draw the diagram \(no memory\)"):
         graphviz.to_svg(dot)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(graphviz.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert graphviz.renderer() is None
+    (tmp_path / "graphviz-pure").touch()
+    assert graphviz.renderer() == [str(tmp_path / "graphviz-pure"), "-Tsvg"]
 
 
 def test_without_a_renderer_the_dot_text_and_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(graphviz, "_with_pygraphviz", lambda dot: None)
-    monkeypatch.setattr(graphviz, "_program", lambda: None)
+    monkeypatch.setattr(graphviz, "renderer", lambda: None)
     diagram = stored("two-five-three").block_table("r1")
     html = diagram._repr_html_()
     assert "pip install pygraphviz" in html and "digraph block_table" in html and "<TABLE" not in html
@@ -118,6 +124,11 @@ def test_without_a_renderer_the_dot_text_and_how_to_get_one(monkeypatch: pytest.
         diagram.save(tmp_path / "x.svg")
     assert not list(tmp_path.iterdir())
     assert diagram.save(tmp_path / "x.dot").read_text() == diagram.dot
+
+
+def test_what_a_renderer_prints_stays_out_of_the_notebook(capfd: pytest.CaptureFixture[str]) -> None:
+    stored("two-five-three").block_table("r1")._repr_html_()
+    assert capfd.readouterr() == ("", "")
 
 
 # ---------------------------------------------------------------- tables
@@ -165,6 +176,44 @@ def test_lists_of_unequal_length_are_refused() -> None:
         IndexTable({"a": [1], "b": [1, 2]})
     with pytest.raises(UserError, match="no list"):
         IndexTable({})
+
+
+def test_marked_cells_are_pointed_at_and_no_others() -> None:
+    table = IndexTable({"a": [1, 2, 3], "b": [1, 2, 3]}, marks={"b": [1]})
+    assert table._repr_html_().count("outline:2px") == 1
+    assert table.svg.count(f'stroke="{COLOURS["alert"]}"') == 1
+
+
+# ---------------------------------------------------------------- a table with controls
+
+
+def test_a_chooser_needs_a_table_per_choice() -> None:
+    table = IndexTable({"a": [1]})
+    with pytest.raises(UserError, match=r"no table for \(2,\)"):
+        Chooser({"n": [1, 2]}, {(1,): table})
+    with pytest.raises(UserError, match=r"no table for \(3,\), the choice to start with"):
+        Chooser({"n": [1]}, {(1,): table}, start=(3,))
+    with pytest.raises(UserError, match="too many for one page"):
+        Chooser({"n": range(MOST_CHOICES + 1)}, {(n,): table for n in range(MOST_CHOICES + 1)})
+
+
+def test_a_chooser_shows_a_strangers_text_as_text(browser: Any, tmp_path: Path) -> None:
+    tables = {(n,): IndexTable({HOSTILE: [HOSTILE, n]}, title=HOSTILE, notes={HOSTILE: HOSTILE}) for n in (1, 2)}
+    chooser = Chooser({HOSTILE: [1, 2]}, tables)
+    page, problems = browser.new_page(), []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: problems.append(dialog.message))
+    path = tmp_path / "x.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8>{chooser._repr_html_()}", encoding="utf-8")
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("td").first.wait_for()
+    assert frame.locator("td").nth(1).text_content() == "1"
+    frame.locator("input").press("ArrowRight")
+    assert frame.locator("td").nth(1).text_content() == "2"
+    assert "</svg><script>" in frame.locator("th").text_content()
+    page.close()
+    assert not problems
 
 
 # ---------------------------------------------------------------- charts
@@ -242,4 +291,4 @@ def test_texts_come_from_prompts_and_samples() -> None:
     trace = stored("two-five-three")
     sampled = next(e for e in trace if type(e) is TokensSampled and e.request_id == "r0")
     assert sampled.text is not None
-    assert trace.slot_mapping(1).lists["text"][0] == sampled.text
+    assert trace.slot_mapping(1).lists["text"][0] == sampled.text.replace(" ", "·")

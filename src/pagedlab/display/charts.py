@@ -72,7 +72,7 @@ class Timeline(Chart):
         if not any(step >= 0 for step in columns["step"]):
             raise UserError("this trace has no steps, so it has no timeline.")
         self._lanes = min(len(self._meta["requests"]), MOST_LANES)
-        super().__init__(f"timeline of {columns['step'][-1] + 1} steps", 9.5, 3.2 + 0.24 * self._lanes)
+        super().__init__(f"timeline of {columns['step'][-1] + 1} steps", 8.6, 3.2 + 0.24 * self._lanes)
 
     def draw(self, figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, max(0.5, 0.24 * self._lanes)])
@@ -154,8 +154,8 @@ class PoolMap(Chart):
         self._columns = 16 if self._state.num_blocks <= 256 else 64
         rows = -(-self._state.num_blocks // self._columns)
         when = "at the end" if step is None else f"in step {step}"
-        size = 0.56 if self._columns == 16 else 0.15
-        super().__init__(f"block pool {when}", 9.5, 1.0 + size * rows)
+        size = 0.52 if self._columns == 16 else 0.135
+        super().__init__(f"block pool {when}", 8.6, 0.72 + size * rows)
 
     def draw(self, figure: Any) -> None:
         from matplotlib.patches import Patch, Rectangle

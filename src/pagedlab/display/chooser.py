@@ -12,7 +12,7 @@ from pagedlab.display.tables import IndexTable
 from pagedlab.errors import UserError
 
 MOST_CHOICES = 400
-ROW_HEIGHT = 27  # pixels
+ROW_HEIGHT = 24  # pixels
 
 
 class Chooser:
@@ -60,7 +60,7 @@ class Chooser:
 
     def _repr_html_(self) -> str:
         rows = max(len(table.lists) * len(table.pieces()) for table in self.tables.values())
-        height = 70 + ROW_HEIGHT * (rows + len(self.choices))
+        height = 64 + ROW_HEIGHT * (rows + len(self.choices))
         page = escape(self.html, quote=True).replace("\n", "&#10;")
         return (
             f'<iframe sandbox="allow-scripts" title="a table with controls" style="width:100%;height:{height}px;'
@@ -92,7 +92,7 @@ td { border: 1px solid LINE; }
 th { text-align: left; padding-left: 0; }
 td.note { border: 0; color: DIM; font: 13px system-ui, sans-serif; text-align: left; }
 td.mark { outline: 2px solid ALERT; outline-offset: -2px; font-weight: 700; }
-tr.strong th, tr.strong td { font-weight: 700; }
+tr.strong th, tr.strong td:not(.note) { font-weight: 700; }
 </style>
 </head>
 <body>

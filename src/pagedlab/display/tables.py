@@ -80,7 +80,7 @@ class IndexTable(Picture):
             "rows": [
                 {
                     "name": safe(name),
-                    "values": [safe(str(v), width=CELL_WIDTH, token=True) for v in values],
+                    "values": [safe(str(v), width=CELL_WIDTH) for v in values],
                     "note": safe(self._notes.get(name, "")),
                     "strong": name in self._strong,
                     "marks": sorted(self._marks.get(name, ())),
@@ -114,7 +114,8 @@ class IndexTable(Picture):
                 )
                 head = f'<th scope="row" style="{heads}{weight}">{_text(name, 40)}</th>'
                 rows.append(f'<tr style="{base}">{head}{cells}{about if self._notes else ""}</tr>')
-            parts.append(f'<table style="{base};border-collapse:collapse;margin:6px 0">{"".join(rows)}</table>')
+            style = f"{base};border-collapse:collapse;margin:6px 0"
+            parts.append(f'<table class="pagedlab-index" style="{style}">{"".join(rows)}</table>')
         title = f'<div style="font:600 14px system-ui,sans-serif">{_text(self.title, 120)}</div>' if self.title else ""
         return f'<div style="{base};overflow-x:auto;padding:8px">{title}{"".join(parts)}{self._left_out}</div>'
 
@@ -122,7 +123,7 @@ class IndexTable(Picture):
 
     @cached_property
     def svg(self) -> str:
-        texts = {name: [safe(str(v), width=CELL_WIDTH, token=True) for v in vs] for name, vs in self.lists.items()}
+        texts = {name: [safe(str(v), width=CELL_WIDTH) for v in vs] for name, vs in self.lists.items()}
         cell = 10 + 8 * max((len(t) for values in texts.values() for t in values), default=1)
         left = 20 + 8 * max(len(name) for name in self.lists)
         right = 10 + 7 * max((len(note) for note in self._notes.values()), default=0)
@@ -181,7 +182,7 @@ class SlotMappingTable(IndexTable):
         of_group = f", group {group}" if len(mapped) > 1 else ""
         super().__init__(
             {
-                "text": [texts.get(token, f"#{token}") for token in inputs.input_ids[: len(e.token)]],
+                "text": [safe(texts.get(t, f"#{t}"), token=True) for t in inputs.input_ids[: len(e.token)]],
                 "request": e.request_id,
                 "token": e.token,
                 "batch row": e.row,
@@ -211,7 +212,7 @@ class SlotMappingTable(IndexTable):
 
 def _text(value: Any, width: int = CELL_WIDTH) -> str:
     """A stranger's text as HTML: visible, one line, never markup."""
-    return escape(safe(str(value), width=width, token=width == CELL_WIDTH))
+    return escape(safe(str(value), width=width))
 
 
 def _line(
