@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pagedlab.errors import UserError
+from pagedlab.trace.file import notice
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {  # config.json of Qwen/Qwen3-0.6B
@@ -35,7 +35,7 @@ def random_checkpoint(name: str, cache_dir: Path | None = None) -> Path:
     folder = cache / f"{name}-random"
     if (folder / "config.json").is_file():  # written last
         return folder
-    print(f"pagedlab: building random weights of the shape of {name} in {folder} …", file=sys.stderr)
+    notice(f"building random weights of the shape of {name} in {folder} …")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{os.getpid()}.part"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,7 +12,7 @@ from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
 from pagedlab.errors import UserError
 from pagedlab.trace.events import LEVELS, Event, Level, StepStarted
-from pagedlab.trace.file import TraceFile
+from pagedlab.trace.file import TraceFile, notice
 from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:
@@ -121,13 +120,13 @@ class _Recording:
         if self._file is not None:
             self._file.close()
             until_here = " until here" if interrupted else ""
-            print(f"pagedlab: {interrupted}the trace{until_here} is in {self._file.path}", file=sys.stderr)
+            notice(f"{interrupted}the trace{until_here} is in {self._file.path}")
         if self._page is not None:
             from pagedlab.trace.trace import Trace
             from pagedlab.viewer.page import write_page
 
             write_page(Trace(self._events), self._page)
-            print(f"pagedlab: the page is {self._page}", file=sys.stderr)
+            notice(f"the page is {self._page}")
 
 
 def _levels(detail: str | None, record: str | None) -> tuple[Level, Level]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pagedlab.models.config import ModelConfig
 from pagedlab.models.resolve import display_name, resolve_model
 from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import EngineSnapshot, Scalar
+from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.kv_memory import Available
 from pagedlab.worker.worker import Worker
@@ -86,7 +86,7 @@ def _make_kv_cache(
         num_blocks=config.num_blocks,
     )
     if warning:
-        print(f"pagedlab: notice: {warning}", file=sys.stderr)
+        notice(warning)
     num_blocks = get_kv_cache_config(get_kv_cache_groups(specs), available_bytes, config.num_blocks).num_blocks
     about["config"] |= {"max_model_len": max_model_len, "num_blocks": num_blocks}
     if trace.on:
