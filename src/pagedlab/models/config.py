@@ -191,7 +191,8 @@ def _rope_theta(read: _Reader) -> float:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
             raise UserError(f"{where}: RoPE of type {rope_type!r} is not supported, only unscaled RoPE.")
-    given = {read.number("rope_theta", c["rope_theta"]) for c in (config, parameters) if c.get("rope_theta") is not None}
+    bases = [rope["rope_theta"] for rope in (config, parameters) if rope.get("rope_theta") is not None]
+    given = {read.number("rope_theta", base) for base in bases}
     if not given:
         raise UserError(f"{where} gives no RoPE base: it needs rope_theta, or rope_parameters with a rope_theta.")
     if len(given) > 1:
