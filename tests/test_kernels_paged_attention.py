@@ -79,8 +79,8 @@ class Case:
             slot_mapping=torch.zeros(len(self.query), dtype=torch.int64),
         )
         reads = torch.full_like(self.block_table, -1)
-        calls = TorchMetadataBuilder(0, spec).build(common).calls
-        output = paged_attention_calls(self.query, self.kv_cache, calls, self.scale, reads)
+        metadata = TorchMetadataBuilder(0, spec).build(common)
+        output = paged_attention_calls(self.query, self.kv_cache, metadata, self.scale, reads)
         assert self.blocks(reads) == self.expected_reads
         return output
 

@@ -26,7 +26,7 @@ class Attended:
     """Rows whose queries are answered by one call: B rows of Q queries over S positions."""
 
     batch_idx: list[int]         # [B]
-    tokens: Tensor               # [B · Q] int64     their places in the flat batch
+    num_tokens: int              # B · Q
     block_ids: Tensor            # [B, n] int64      from the first visible block on
     first_block: Tensor          # [B] int64         logical block that column 0 is
     num_blocks: Tensor           # [B] int64         columns beyond repeat the row's last block
@@ -40,6 +40,7 @@ class Attended:
 class TorchAttentionMetadata:
     common: CommonAttentionMetadata
     calls: list[Attended]
+    tokens: Tensor               # [T] int64   token of each query, call by call
 
 
 class TorchMetadataBuilder(MetadataBuilder):
@@ -54,12 +55,14 @@ class TorchMetadataBuilder(MetadataBuilder):
                 alike[("prefill", batch_idx)] = [batch_idx]
             elif query_len == 1:
                 alike.setdefault(self._length_class(seq_lens[batch_idx]), []).append(batch_idx)
-        calls = [self._plan(common, rows, seq_lens, starts) for rows in alike.values()]
+        calls = [self._plan(common, rows, seq_lens) for rows in alike.values()]
+        in_order = [t for rows in alike.values() for i in rows for t in range(starts[i], starts[i + 1])]
+        tokens = torch.tensor(in_order, dtype=torch.int64, device=common.block_table.device)
         if trace.tensors:
             emit_metadata_built(
                 common, "torch", {f"block_ids.{i}": call.block_ids for i, call in enumerate(calls)}
             )
-        return TorchAttentionMetadata(common, calls)
+        return TorchAttentionMetadata(common, calls, tokens)
 
     def _length_class(self, seq_len: int) -> int:
         """Decodes of one class are padded to its longest, by a quarter at most.
@@ -71,9 +74,7 @@ class TorchMetadataBuilder(MetadataBuilder):
         shift = max(0, num_blocks.bit_length() - 3)
         return num_blocks >> shift << shift
 
-    def _plan(
-        self, common: CommonAttentionMetadata, rows: list[int], seq_lens: list[int], starts: list[int]
-    ) -> Attended:
+    def _plan(self, common: CommonAttentionMetadata, rows: list[int], seq_lens: list[int]) -> Attended:
         """Which blocks are gathered and who sees what.
 
         Block size 4, one decode with seq_len 10, window 3: its query at position 9 sees 7 to 9,
@@ -98,11 +99,10 @@ class TorchMetadataBuilder(MetadataBuilder):
             positions = slice(int(first_seen) % block_size, seq_lens[rows[0]] - int(first_block) * block_size)
         else:
             unseen = ((position < first_seen[:, None]) | (position >= seq_len[:, None])).flatten().nonzero().flatten()
-        tokens = torch.tensor([t for i in rows for t in range(starts[i], starts[i] + query_len)], device=device)
         mask, is_causal = self._mask(position[:, positions], first_query, query_len)
         return Attended(
             batch_idx=rows,
-            tokens=tokens,
+            num_tokens=len(rows) * query_len,
             block_ids=block_ids,
             first_block=first_block,
             num_blocks=num_blocks,
@@ -138,7 +138,7 @@ class TorchImpl(AttentionImpl):
             self.report_launch("reshape_and_cache", (), {"num_tokens": len(key)}, "torch")
             self.report_writes(common.group_id, "torch", log)
         reads = torch.full(common.block_table.shape, -1) if log is not None else None  # [R, K]
-        output = paged_attention_calls(query, kv_cache, metadata.calls, self.config.scale, reads)
+        output = paged_attention_calls(query, kv_cache, metadata, self.config.scale, reads)
         if trace.kernels and reads is not None:
             self.report_launch("paged_attention", (), {"calls": len(metadata.calls)}, "torch")
             self.report_reads(common.group_id, "torch", common.req_ids, reads)
@@ -148,23 +148,26 @@ class TorchImpl(AttentionImpl):
 def paged_attention_calls(
     query: Tensor,               # [T, num_heads, head_size]
     kv_cache: Tensor,            # [2, num_blocks, block_size, num_kv_heads, head_size]
-    calls: list[Attended],
+    metadata: TorchAttentionMetadata,
     scale: float,
     reads: Tensor | None = None,  # [R, K]  block ids that were gathered, -1 elsewhere; filled if given
 ) -> Tensor:                     # [T, num_heads, head_size]
     """Answer every query from the cache; padding tokens get zeros."""
-    output = torch.zeros_like(query)
-    for call in calls:
+    answers = []
+    queries = query[metadata.tokens].split([call.num_tokens for call in metadata.calls])
+    for call, rows in zip(metadata.calls, queries, strict=True):
         key, value = (_gather(cache, call) for cache in kv_cache)                # [B, num_kv_heads, S, head_size]
-        rows = query[call.tokens].unflatten(0, (len(call.batch_idx), -1)).transpose(1, 2)  # [B, heads, Q, head_size]
-        attended = F.scaled_dot_product_attention(
-            rows, key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=scale, enable_gqa=True
-        )
-        output[call.tokens] = attended.transpose(1, 2).flatten(0, 1)
+        answer = F.scaled_dot_product_attention(
+            rows.unflatten(0, (len(call.batch_idx), -1)).transpose(1, 2),        # [B, num_heads, Q, head_size]
+            key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        answers.append(answer.transpose(1, 2).flatten(0, 1))
         if reads is not None:
             for row, batch_idx in enumerate(call.batch_idx):
                 first, count = int(call.first_block[row]), int(call.num_blocks[row])
                 reads[batch_idx, first : first + count] = call.block_ids[row, :count]
+    output = torch.zeros_like(query)
+    output[metadata.tokens] = torch.cat(answers)
     return output
 
 
