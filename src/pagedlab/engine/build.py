@@ -20,7 +20,7 @@ from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import EngineSnapshot, Scalar
 from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
-from pagedlab.worker.kv_memory import Available
+from pagedlab.worker.kv_memory import Available, free_ram_bytes
 from pagedlab.worker.worker import Worker
 
 
@@ -106,17 +106,23 @@ def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, Att
 
 
 def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
-    """Have the worker make the cache; more than the machine can give is a user's mistake."""
+    """Have the worker make the cache; more than the machine can give is a user's mistake.
+
+    A CPU's system may promise any amount and kill the process later, so what is free is asked first.
+    """
+    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    too_large = UserError(
+        f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
+        "more than this machine can give: lower num_blocks or kv_cache_memory."
+    )
+    if worker.device.type == "cpu" and size > free_ram_bytes():
+        raise too_large
     try:
         worker.initialize_from_config(kv_cache_config, max_model_len)
     except (RuntimeError, MemoryError) as e:
         if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
             raise
-        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        raise UserError(
-            f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
-            "more than this machine can give: lower num_blocks or kv_cache_memory."
-        ) from e
+        raise too_large from e
 
 
 def _describe(
