@@ -894,6 +894,7 @@ function matches(r, words) {
 export default {
   /** @param {{model: any, el: HTMLElement}} context */
   render({ model, el: element }) {
+    element.dataset.lmSuppressShortcuts = "true"; // JupyterLab's keys edit cells; here they belong to the viewer
     const chunks = model.get("chunks");
     const viewer = mount(element, { meta: JSON.parse(model.get("meta")), readChunk: (name) => chunks[name], css: model.get("css") });
     return () => viewer.destroy();
