@@ -52,6 +52,7 @@ class Run:
     seconds: float
     num_steps: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    decode_seconds: dict[int, list[float]] = field(default_factory=dict)  # requests -> steps in which they all decode
 
 
 def run_engine(llm: LLM, workload: Workload) -> Run:
@@ -64,9 +65,13 @@ def run_engine(llm: LLM, workload: Workload) -> Run:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         llm.add_request(prompt, params, kind="final_only")
     added = time.perf_counter()
+    decode_seconds: dict[int, list[float]] = {}
     with llm.interrupts:
         while llm.has_unfinished_requests():
+            num_decodes, step_start = _num_decodes(llm), time.perf_counter()
             num_tokens += sum(len(output.outputs[0].token_ids) for output in llm.step())
+            if num_decodes:
+                decode_seconds.setdefault(num_decodes, []).append(time.perf_counter() - step_start)
             stage_ns.update(llm.core.stage_ns)
             stage_ns.update(getattr(llm.core.executor, "stage_ns", {}))
             num_steps += 1
@@ -74,7 +79,15 @@ def run_engine(llm: LLM, workload: Workload) -> Run:
     if num_tokens != workload.num_output_tokens:
         raise RuntimeError(f"{num_tokens} tokens came out, {workload.num_output_tokens} were asked for")
     stages = {"add_request": added - start, **{name: ns / 1e9 for name, ns in stage_ns.items()}}
-    return Run(seconds, num_steps, stages)
+    return Run(seconds, num_steps, stages, decode_seconds)
+
+
+def _num_decodes(llm: LLM) -> int:
+    """Running requests if the next step gives each of them one token and nobody waits, else 0."""
+    scheduler = llm.core.scheduler
+    if len(scheduler.waiting) or any(r.num_tokens - r.num_computed_tokens != 1 for r in scheduler.running):
+        return 0
+    return len(scheduler.running)
 
 
 def check_fits(llm: LLM, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:

@@ -19,6 +19,7 @@ from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:
     from pagedlab.bench.throughput import Run, Workload
+    from pagedlab.bench.yardstick import BareProducts
     from pagedlab.engine.llm import LLM
 
 STARTUP_PROMPT = "It is a truth universally acknowledged"
@@ -104,13 +105,23 @@ def _throughput(
         worker: Any = llm.core.executor
         rival = PaddedGenerate(resolve_model(llm.config.model), dtype=worker.dtype, device=worker.device)
         rival.run(workload)
-    ours, theirs = [], []
+    ours, theirs, bare = [], [], []
+    yardstick = _yardstick(llm, num_prompts)
     for i in range(rounds):
         ours.append(run_engine(llm, workload))
+        if yardstick is not None:
+            bare.append(yardstick.seconds())
         if rival is not None:
             theirs.append(rival.run(workload))
         print(f"\rround {i + 1}/{rounds}", end="\n" if i + 1 == rounds else "", file=sys.stderr, flush=True)
     report = _report(llm, workload, memory, ours, theirs)
+    steps = [seconds for run in ours for seconds in run.decode_seconds.get(num_prompts, [])]
+    if bare and steps:
+        step, products = statistics.median(steps), statistics.median(bare)
+        report["decode"] = {
+            "num_requests": num_prompts, "num_steps": len(steps), "step_seconds": step,
+            "bare_products_seconds": products, "share_of_bare_products": products / step,
+        }  # fmt: skip
     if file is not None:
         tracer.start(file, record=record)
         try:
@@ -120,6 +131,16 @@ def _throughput(
             file.close()
         report["traced"] = {"record": record, "file": str(file.path), "seconds": traced.seconds}
     return report
+
+
+def _yardstick(llm: LLM, num_requests: int) -> BareProducts | None:
+    """For a dense model on a CPU, where matrix products are nearly all there is."""
+    worker: Any = llm.core.executor
+    if worker.device.type != "cpu" or llm.model_config.num_experts:
+        return None
+    from pagedlab.bench.yardstick import BareProducts
+
+    return BareProducts(worker.runner.model, num_requests, worker.dtype)
 
 
 def _report(llm: LLM, workload: Workload, memory: int, ours: list[Run], theirs: list[Run]) -> dict[str, Any]:
@@ -183,6 +204,13 @@ def _describe(report: dict[str, Any]) -> str:
         f"  {report['kv_cache_bytes'] / 2**20:10,.0f} MiB set aside for {report['num_blocks']:,} KV blocks"
         + (", taken as they are written" if engine["device"] == "cpu" else ""),
     ]
+    if decode := report.get("decode"):
+        lines += [
+            "",
+            f"  {decode['step_seconds'] * 1000:10,.1f} ms a step while all {decode['num_requests']} decode",
+            f"  {decode['bare_products_seconds'] * 1000:10,.1f} ms for the model's bare matrix products, "
+            f"{decode['share_of_bare_products']:.0%} of that",
+        ]
     if rival := report.get("transformers"):
         lines += [
             "",
