@@ -9,11 +9,13 @@ import pytest
 
 from pagedlab.conformance.scheduler import Replay
 from pagedlab.errors import UserError
-from pagedlab.figures.record import stored
+from pagedlab.figures.record import record, stored
 from pagedlab.scenarios.scenario import Scenario
-from pagedlab.trace.events import SlotsMapped, kind_of
+from pagedlab.trace.events import EngineSnapshot, SlotsMapped, kind_of
+from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
 from pagedlab.viewer import page as viewer_page
+from pagedlab.viewer.pack import pack
 from pagedlab.viewer.page import write_page
 
 RECORDINGS = Path(__file__).parent / "data" / "conformance" / "scheduler"
@@ -215,6 +217,12 @@ def test_a_click_on_a_block_tells_its_life(browser, tmp_path):
     page.close()
 
 
+def chain(page, design):
+    """The links of one design's chain: {name: what is shown}."""
+    links = page.inside(f'.links[data-design="{design}"] .link').all()
+    return {link.get_attribute("data-link"): link.locator("b").inner_text() for link in links}
+
+
 @pytest.mark.parametrize("name", ["two-five-three", "state-rows"])
 def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_path, name):
     trace = stored(name)
@@ -234,10 +242,7 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
             [request_id],
         )
         page.inside(f'.request[data-request="{request_id}"] .cell[data-position="{position}"]').click()
-        said = {
-            link.get_attribute("data-link"): link.locator("b").inner_text()
-            for link in page.inside(".chain .link").all()
-        }
+        said = chain(page, "state-table" if ordered.idx_mapping else "persistent")
         assert said["flat index"] == str(mapped.token[i])
         assert said["position"] == str(position)
         assert said["logical block"] == str(mapped.logical_block[i])
@@ -249,6 +254,190 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
         assert said["batch row"] == str(batch_row)
         assert said["state row"] == str(ordered.idx_mapping[batch_row] if ordered.idx_mapping else mapped.row[i])
     page.close()
+
+
+@pytest.mark.parametrize("scenario", ["two-five-three", "mixed-batch", "preemption"])
+@pytest.mark.parametrize("level", ["kernels", "blocks"])
+def test_the_lens_shows_the_other_design_as_a_run_of_it_records(browser, tmp_path, scenario, level):
+    """What is derived from one run's messages equals what the other runner records; at `blocks` both are derived."""
+    recorded = {runner: record(scenario, runner) for runner in ("persistent", "state-table")}
+    for shown, other in (("persistent", "state-table"), ("state-table", "persistent")):
+        trace = recorded[shown]
+        if level == "blocks":
+            fine = ("tensors", "kernels")
+            trace = Trace([e for e in trace.events if type(e).level not in fine])
+        path = tmp_path / f"{shown}.html"
+        write_page(trace, path)
+        page = Page(browser, path)
+        events = shown_events(trace)
+        for step in sorted(s for s in recorded[other].steps if s >= 0):
+            mapped = next((e for e in recorded[other].steps[step] if isinstance(e, SlotsMapped)), None)
+            ordered = next((e for e in recorded[other].steps[step] if kind_of(e) == "batch_ordered"), None)
+            if mapped is None:
+                continue
+            page.goto(next(i for i, e in enumerate(events) if e.step == step and kind_of(e) == "step_scheduled"))
+            for i in {0, len(mapped.token) // 2, len(mapped.token) - 1}:
+                at = [mapped.request_id[i], mapped.position[i]]
+                page.tab.evaluate(
+                    "([id, p]) => viewer.chooseToken(viewer.meta.requests.findIndex((r) => r.id === id), p)", at
+                )
+                said = chain(page, other)
+                row = ordered.request_ids.index(mapped.request_id[i])
+                assert said["flat index"] == str(mapped.token[i]), (step, at)
+                assert said["batch row"] == str(row)
+                assert said["state row"] == str(ordered.idx_mapping[row] if ordered.idx_mapping else row)
+                assert said["table index"] == str(mapped.table_index[i])
+                assert said["slot"] == str(mapped.slot[i])
+        page.close()
+
+
+def test_rows_of_a_run_that_was_met_in_mid_life_are_not_guessed():
+    trace = stored("mixed-batch")
+    first = next(i for i, e in enumerate(trace.events) if e.step == 2)
+    state = trace.at(seq=trace.events[first - 1].seq)
+    snapshot = EngineSnapshot(
+        seq=0, engine=trace.engine, step=1, block_sizes=state.block_sizes, num_blocks=state.num_blocks,
+        waiting=state.waiting, running=state.running, requests=list(state.requests.values()),
+        free_queue=list(state.free_queue), ref_counts=state.ref_counts, cached_blocks=state.cached_blocks, rows=[],
+    )  # fmt: skip
+    packed = pack(Trace([trace.header, snapshot, *trace.events[first:]]))
+    assert packed.meta["steps_per_row_chunk"] == 0
+    assert not [name for name in packed.chunks if name.startswith("rows")]
+
+
+def test_the_kernels_reads_are_shown_for_the_chosen_query(browser, tmp_path):
+    trace = stored("two-five-three")
+    path = tmp_path / "reads.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    events = shown_events(trace)
+    reads = [(i, e) for i, e in enumerate(events) if kind_of(e) == "kv_read" and e.step == 0 and e.request_id == "r1"]
+    index, read = reads[-1]
+    page.goto(index)
+    page.tab.evaluate("viewer.chooseToken(viewer.meta.requests.findIndex((r) => r.id === 'r1'), 3)")
+    blocks = [int(b.get_attribute("data-block")) for b in page.inside(".writes .read").all()]
+    assert blocks == read.block_ids
+    assert page.inside(".writes .seen").count() == 4, "positions 0 to 3"
+    assert page.inside(".writes .masked").count() == len(blocks) * 2 - 4
+    layers = page.inside(".writes select option").all_inner_texts()
+    assert layers == [e.layer for e in events[:index] if kind_of(e) == "kv_written" and e.step == 0]
+    page.inside(".writes select").select_option(layers[0])
+    log = next(e for e in events if kind_of(e) == "kv_written" and e.layer == layers[0])
+    shown = [int(b.inner_text().split()[1]) for b in page.inside(".writes .blocks >> nth=0").locator(".head").all()]
+    assert shown == list(dict.fromkeys(log.block_id))
+    page.close()
+
+
+def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
+    trace = stored("preemption")
+    path = tmp_path / "moves.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    events = shown_events(trace)
+    at = next(i for i, e in enumerate(events) if kind_of(e) == "request_preempted")
+    page.goto(at - 1)
+    assert page.inside('[data-queue="running"] .chip').count() == 2
+    sliding = page.tab.evaluate(
+        "async (e) => { await viewer.goto(e);"
+        "return viewer.queues.querySelector('[data-queue=waiting] .chip').getAnimations().length; }",
+        at,
+    )
+    assert sliding >= 1, "the chip slides to its new queue"
+    waiting = page.inside('[data-queue="waiting"]').inner_text()
+    assert "from running: preempted for r0: the last of the running list" in waiting
+    finished = next(i for i, e in enumerate(events) if kind_of(e) == "request_finished")
+    page.goto(finished)
+    said = f"{events[finished].request_id}: {events[finished].finish_reason}"
+    assert said in page.inside('[data-queue="left"]').inner_text()
+    page.close()
+
+
+def test_tables_of_several_groups_stand_side_by_side(browser, tmp_path):
+    (_, trace), *_ = recorded(["hybrid_decode"])
+    path = tmp_path / "groups.html"
+    write_page(trace, path)
+    page = Page(browser, path)
+    page.goto(max(i for i, e in enumerate(shown_events(trace)) if kind_of(e) == "slots_allocated"))
+    boxes = [g.bounding_box() for g in page.inside(".request >> nth=0").locator(".group").all()]
+    assert len(boxes) == 2
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    page.close()
+
+
+def test_a_cut_trace_opens_up_to_the_cut_and_says_so(browser, tmp_path, capsys):
+    whole = tmp_path / "whole.jsonl"
+    stored("preemption").save(whole)
+    data = whole.read_bytes()
+    for share in (0.5, 0.0):
+        cut = tmp_path / f"cut{share}.jsonl"
+        cut.write_bytes(data[: max(int(len(data) * share), data.index(b"\n") + 1)])
+        trace = Trace.load(cut)
+        assert "the file is cut" in capsys.readouterr().err
+        path = tmp_path / "cut.html"
+        write_page(trace, path)
+        page = Page(browser, path)
+        assert "it was cut" in page.inside(".about").inner_text()
+        if share:
+            assert_states_equal(page, trace, [len(shown_events(trace)) - 1])
+        page.close()
+    path = tmp_path / "whole.html"
+    write_page(Trace.load(whole), path)
+    page = Page(browser, path)
+    assert "cut" not in page.inside(".about").inner_text()
+    page.close()
+
+
+def test_everything_can_be_reached_by_keyboard(browser, tmp_path):
+    path = tmp_path / "keys.html"
+    write_page(stored("mixed-batch"), path)
+    page = Page(browser, path)
+    page.inside(".lanes").focus()
+    page.tab.keyboard.press("ArrowDown")
+    page.tab.keyboard.press("ArrowDown")
+    assert page.tab.evaluate("viewer.request") == 1
+    page.inside(".pool").focus()
+    page.tab.keyboard.press("ArrowRight")
+    assert page.tab.evaluate("viewer.block") == 1
+    page.inside(".life li").first.wait_for()
+    page.inside(".tables .cell:enabled").first.focus()
+    page.tab.keyboard.press("Enter")
+    assert page.tab.evaluate("viewer.token.position") == 0
+    assert page.tab.evaluate("viewer.root.activeElement.classList.contains('chosen')"), "the focus stays on the token"
+    page.tab.keyboard.press("Escape")
+    assert page.tab.evaluate("[viewer.request, viewer.block, viewer.token]") == [None, None, None]
+    unnamed = page.tab.evaluate(
+        "[...viewer.root.querySelectorAll('button, select, input, [tabindex=\"0\"]')]"
+        ".filter((n) => !(n.textContent.trim() || n.getAttribute('aria-label') || n.closest('label'))).length"
+    )
+    assert unnamed == 0
+    page.close()
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_words_contrast_with_what_they_stand_on(browser, tmp_path, theme):
+    """WCAG AA: 4.5 for small text."""
+    path = tmp_path / "contrast.html"
+    write_page(stored("prefix-hit"), path)
+    page = Page(browser, path, color_scheme=theme)
+    names = ("paper", "ink", "dim", "wash", "alert", "accent")
+    paper, ink, dim, wash, alert, accent = (page.tab.evaluate(f"viewer.colour('{name}')") for name in names)
+    page.close()
+
+    def ratio(a, b):
+        high, low = sorted((luminance(full(a)), luminance(full(b))), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    def full(colour):
+        return colour if len(colour) == 7 else "#" + "".join(c * 2 for c in colour[1:])
+
+    for front, back in ((ink, paper), (ink, wash), (dim, paper), (dim, wash), (alert, wash), (accent, paper)):
+        assert ratio(front, back) >= 4.5, (front, back)
 
 
 def test_the_event_list_filters_by_kind_request_and_block(browser, tmp_path):

@@ -186,6 +186,7 @@ export class Cursor {
     this.readChunk = readChunk;
     /** @type {Map<number, Float64Array>} */ this.opChunks = new Map();
     /** @type {Map<number, EventChunk>} */ this.eventChunks = new Map();
+    /** @type {Map<number, StepRows[]>} */ this.rowChunks = new Map();
     this.state = new EngineState(meta);
     this.chunk = -1;  // whose ops have been applied, up to `offset`
     this.offset = 0;
@@ -235,6 +236,19 @@ export class Cursor {
     void this.loadOps(chunk + 1);
   }
 
+  /** Both designs' rows of a step; null if tracing began in mid-life, when they cannot be known.
+   * @param {number} stepIndex @returns {Promise<StepRows | null>} */
+  async rows(stepIndex) {
+    const size = this.meta.steps_per_row_chunk;
+    if (!size || !this.meta.columns.step.length) return null;
+    const number = Math.floor(stepIndex / size);
+    if (!this.rowChunks.has(number)) {
+      this.rowChunks.set(number, stepRows(varints(await inflate(this.readChunk(`rows${number}`)))));
+      if (this.rowChunks.size > 4) this.rowChunks.delete(/** @type {number} */ (this.rowChunks.keys().next().value));
+    }
+    return this.rowChunks.get(number)?.[stepIndex % size] ?? null;
+  }
+
   /** The records first … last, raw. @param {number} first @param {number} last */
   async records(first, last) {
     const out = [];
@@ -252,6 +266,45 @@ export class Cursor {
     }
     return out;
   }
+}
+
+/** Rows of one step in both index designs. In the persistent batch, place i is batch row and state row at once.
+ * @typedef {{requests: number[], tokens: number[], stateRows: number[], bySize: number[]}} StepRows */
+
+/** Numbers as BothDesigns in rows.py writes them: n; (request, tokens, state row) × n; n places.
+ * @param {Float64Array} numbers @returns {StepRows[]} */
+export function stepRows(numbers) {
+  const steps = [];
+  for (let at = 0; at < numbers.length;) {
+    const n = numbers[at];
+    /** @type {StepRows} */ const rows = { requests: [], tokens: [], stateRows: [], bySize: [...numbers.subarray(at + 1 + 3 * n, at + 1 + 4 * n)] };
+    for (let i = 0; i < n; i += 1) {
+      const k = at + 1 + 3 * i;
+      rows.requests.push(numbers[k]);
+      rows.tokens.push(numbers[k + 1]);
+      rows.stateRows.push(numbers[k + 2]);
+    }
+    steps.push(rows);
+    at += 1 + 4 * n;
+  }
+  return steps;
+}
+
+/** Where a token stands in a step's batch, or null if it is not in it. `first` is the position of its
+ * request's first token in this step.
+ * @param {StepRows} rows @param {"persistent" | "state-table"} design
+ * @param {number} request @param {number} position @param {number} first */
+export function placeInBatch(rows, design, request, position, first) {
+  const i = rows.requests.indexOf(request);
+  if (i < 0 || position < first || position >= first + rows.tokens[i]) return null;
+  const order = design === "persistent" ? rows.requests.keys() : rows.bySize;
+  let flat = position - first, batchRow = 0;
+  for (const place of order) {
+    if (place === i) break;
+    flat += rows.tokens[place];
+    batchRow += 1;
+  }
+  return { flat, batchRow, stateRow: design === "persistent" ? i : rows.stateRows[i] };
 }
 
 /** Columns by kind and field, turned back into records one at a time. */

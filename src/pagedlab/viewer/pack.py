@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from pagedlab.config import EngineConfig
 from pagedlab.errors import UserError
 from pagedlab.trace.events import (
     CONSIDERED_REASONS,
@@ -52,10 +53,12 @@ from pagedlab.trace.events import (
 )
 from pagedlab.trace.state import EngineState, Fold
 from pagedlab.trace.trace import Trace
+from pagedlab.viewer.rows import BothDesigns
 
 MAX_STEPS_PER_CHUNK = 128
 MAX_NUMBERS_PER_CHUNK = 80_000
 EVENTS_PER_CHUNK = 4096
+STEPS_PER_ROW_CHUNK = 128
 RECOMPUTED, PREFILL, DECODE, QUEUED, PREEMPTED, PASSED_OVER = range(6)  # what a request did in a step
 
 
@@ -96,6 +99,12 @@ class Packed:
         return len(json.dumps(self.meta)) + sum(map(len, self.chunks.values()))
 
 
+_NOTHING_YET = EngineSnapshot(
+    block_sizes=[1], num_blocks=1, waiting=[], running=[], requests=[], free_queue=[], ref_counts={},
+    cached_blocks={}, rows=[],
+)  # fmt: skip
+
+
 def pack(trace: Trace, steps: tuple[int, int] | None = None) -> Packed:
     """Pack one engine's events, of all steps or of ``steps`` (first, last).
 
@@ -103,15 +112,19 @@ def pack(trace: Trace, steps: tuple[int, int] | None = None) -> Packed:
         UserError: recorded below `blocks`, no engine in the trace, or no such steps.
     """
     trace.need("blocks", "view")
-    events, state = _events_and_start(trace, steps)
-    return _Packer(trace, events, state).run()
+    events, state, earlier = _events_and_start(trace, steps)
+    return _Packer(trace, events, state, earlier).run()
 
 
-def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[Event], EngineState]:
-    """The events to show, and the state before the first of them."""
+def _events_and_start(
+    trace: Trace, steps: tuple[int, int] | None
+) -> tuple[list[Event], EngineState, list[StepScheduled]]:
+    """The events to show, the state before the first of them, and the messages that led there."""
     engine = trace.engine
     events = [e for e in trace.events if e.engine == engine]
     first = next((i for i, e in enumerate(events) if type(e) is EngineSnapshot), None)
+    if first is None and not any(type(e) is StepStarted for e in events):  # cut before the engine was ready
+        return [e for e in events if kind_of(e) != "trace_header"], EngineState.from_snapshot(_NOTHING_YET), []
     if first is None:
         raise UserError(
             "this trace holds no engine snapshot, so there is nothing to view: record one with pagedlab trace."
@@ -123,7 +136,7 @@ def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list
     for_readers = (EngineSnapshot, TraceFinished)  # later snapshots and the end mark: nothing the engine did
     events = [e for e in events[first + 1 :] if type(e) not in for_readers]
     if steps is None:
-        return about + events, state
+        return about + events, state, []
     start = next((i for i, e in enumerate(events) if e.step >= steps[0]), None)
     if start is None or steps[1] < steps[0]:
         last = events[-1].step if events else -1
@@ -131,13 +144,14 @@ def _events_and_start(trace: Trace, steps: tuple[int, int] | None) -> tuple[list
     for event in events[:start]:
         state.apply(event)
     kept = [e for e in events[start:] if e.step <= steps[1]]
-    return kept, state
+    return kept, state, [e for e in events[:start] if type(e) is StepScheduled]
 
 
 class _Packer:
-    def __init__(self, trace: Trace, events: list[Event], state: EngineState) -> None:
+    def __init__(
+        self, trace: Trace, events: list[Event], state: EngineState, earlier: list[StepScheduled]
+    ) -> None:
         self.trace, self.events, self.state = trace, events, state
-        self.first_state = state.copy()
         self.requests: dict[str, int] = {}  # request -> index
         self.request_info: list[dict[str, Any]] = []
         self.token_texts: dict[int, str] = {}  # token id -> text
@@ -152,6 +166,19 @@ class _Packer:
         self._furthest: dict[int, int] = {}  # request -> most tokens ever computed
         for request in state.requests.values():
             self._know(request.request_id, request.token_ids, request.token_texts, request.num_prompt_tokens, None)
+        self.designs = self._follow_designs(earlier)
+        self.rows: list[list[int]] = []  # per step, what BothDesigns says
+
+    def _follow_designs(self, earlier: list[StepScheduled]) -> BothDesigns | None:
+        """Rows follow from all messages since the engine began; unknown if tracing began in mid-life."""
+        snapshot = self.trace.first_snapshot
+        if snapshot is None or snapshot.running:
+            return None
+        designs = BothDesigns(int(self.trace.header.config.get("max_num_seqs") or EngineConfig.max_num_seqs))
+        ended = {r: -1 for m in earlier for r in m.num_scheduled_tokens}
+        for message in earlier:
+            designs.apply(message, ended | self.requests)
+        return designs
 
     # ------------------------------------------------------------------ walk
 
@@ -176,6 +203,7 @@ class _Packer:
         self._finish_chunk(chunk_ops)
         self._pack_events()
         self._pack_block_index()
+        self._pack_rows()
         self.packed.meta |= self._meta()
         return self.packed
 
@@ -245,6 +273,7 @@ class _Packer:
             columns[name].append(0)
         for name in ("used", "waiting", "running"):
             columns[name].append(0)
+        self.rows.append([0])
         self._measure()
 
     def _measure(self) -> None:
@@ -256,6 +285,8 @@ class _Packer:
         """Totals of the step, once the event is folded in."""
         if type(event) is StepScheduled:
             self._measure()
+            if self.designs is not None:
+                self.rows[-1] = self.designs.apply(event, self.requests)
             self.columns["preempted"][-1] = len(event.preempted)
             before = {r.request_id: r.num_computed_tokens for r in event.new}
             before |= {r.request_id: r.num_computed_tokens for r in event.cached}
@@ -309,6 +340,18 @@ class _Packer:
                 last = index
         self.packed.chunks["block_events"] = _deflate(_varints(flat))
 
+    def _pack_rows(self) -> None:
+        if self.designs is None:
+            return
+        for first in range(0, len(self.rows), STEPS_PER_ROW_CHUNK):
+            numbers = itertools.chain.from_iterable(self.rows[first : first + STEPS_PER_ROW_CHUNK])
+            self.packed.chunks[f"rows{first // STEPS_PER_ROW_CHUNK}"] = _deflate(_varints(numbers))
+
+    def _table_widths(self, config: KvConfig | None) -> list[int | None]:
+        """K of each group's block table: as many columns as the longest request needs blocks."""
+        longest = config.max_model_len if config else self.trace.header.config.get("max_model_len")
+        return [-(-int(longest) // size) if longest else None for size in self.state.block_sizes]
+
     def _meta(self) -> dict[str, Any]:
         header = msgspec.to_builtins(self.trace.header)
         config = next((e for e in self.events if type(e) is KvConfig), None)
@@ -325,6 +368,9 @@ class _Packer:
                 {"kind": g.kind_of_attention, "window": g.sliding_window, "layers": g.layers}
                 for g in (config.groups if config else ())
             ],
+            "table_widths": self._table_widths(config),
+            "steps_per_row_chunk": STEPS_PER_ROW_CHUNK if self.designs else 0,
+            "is_complete": any(type(e) is TraceFinished for e in self.trace.events),
             "num_events": len(self.events),
             "first_seq": self.events[0].seq if self.events else 0,
             "first_step": first_step,

@@ -3,13 +3,15 @@
  * The page around the model: one scrubber, and panels that all show the same moment. A stranger's
  * text reaches the page only through textContent and canvas text, made visible by show().
  */
-import { Cursor, EngineState, STATUSES, inflate, varints } from "./model.js";
+import { Cursor, EngineState, STATUSES, inflate, placeInBatch, varints } from "./model.js";
 
 const KINDS_OF_WORK = ["recomputed", "prefill", "decode", "queued", "preempted", "passed over"];
 const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#6a51a3"];
 const SPEEDS = [1, 2, 5, 10, 30];
 const REST_MS = 30;       // a scrubber that stands still so long has come to rest
 const MANY_REQUESTS = 12; // beyond this, one block table at a time
+const MOST_CHIPS = 24;    // of one queue
+const DESIGNS = /** @type {const} */ ({ "persistent": "persistent batch", "state-table": "request-state table" });
 
 /** Control, direction and format characters as visible symbols. @param {unknown} value */
 export function show(value) {
@@ -57,7 +59,8 @@ class Viewer {
     this.speed = 1;
     this.filter = "";
     this.showOrder = false;
-    this.stepEvents = { step: -2, first: 0, /** @type {any[]} */ records: [] };
+    this.stepEvents = { step: -2, first: 0, /** @type {any[]} */ records: [], /** @type {import("./model.js").StepRows | null} */ rows: null };
+    /** @type {string | null} */ this.layer = null;         // whose write log is shown, null: the latest
     this.goal = -1;       // where to go next; several wishes within a frame become one
     this.busy = false;
     /** @type {Promise<void>} */ this.settled = Promise.resolve();
@@ -122,17 +125,19 @@ class Viewer {
     if (this.stepEvents.step === index) return;
     const first = this.meta.columns.first_event[index] ?? 0;
     const records = this.meta.num_events ? await this.cursor.records(first, this.lastEventOf(index)) : [];
-    this.stepEvents = { step: index, first, records };
+    this.stepEvents = { step: index, first, records, rows: await this.cursor.rows(index) };
   }
 
-  /** Records of this step up to the moment shown. */
+  /** Records of this step up to the moment shown; none while a drag has not come to rest. */
   past() {
-    return this.stepEvents.records.filter((r) => r.index <= this.cursor.event);
+    if (!this.isAtRest()) return [];
+    const { records, first } = this.stepEvents;
+    return records.slice(0, Math.max(0, this.cursor.event - first + 1));
   }
 
   async play() {
     this.playing = !this.playing;
-    this.playButton.textContent = this.playing ? "❚❚" : "▶";
+    this.playButton.textContent = this.playing ? "❚❚" : "▶\uFE0E";
     this.playButton.setAttribute("aria-label", this.playing ? "pause" : "play");
     while (this.playing && this.cursor.event < this.meta.num_events - 1) {
       const start = performance.now();
@@ -148,7 +153,7 @@ class Viewer {
   build() {
     const { header } = this.meta;
     const name = header.model.name ?? "no model";
-    this.playButton = el("button", { class: "play", "aria-label": "play", title: "play (space)", onclick: () => this.play() }, "▶");
+    this.playButton = el("button", { class: "play", "aria-label": "play", title: "play (space)", onclick: () => this.play() }, "▶\uFE0E");
     /** @param {string} label @param {string} title @param {() => void} go */
     const button = (label, title, go) => el("button", { title, "aria-label": title, onclick: go }, label);
     this.speedSelect = el("select", { "aria-label": "steps per second", onchange: () => { this.speed = Number(this.speedSelect.value); } },
@@ -159,9 +164,10 @@ class Viewer {
     this.laneHead = el("div", { class: "playhead line" });
     this.laneMark = el("div", { class: "lane-mark" });
     this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
+    this.stillQuery = matchMedia("(prefers-reduced-motion: reduce)");
     /** @type {Map<string, string>} */ this.colours = new Map();
-    this.lanes = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-label": "request lanes" });
-    this.pool = el("canvas", { class: "pool", tabindex: 0, role: "grid", "aria-label": "block pool; arrow keys choose a block" });
+    this.lanes = el("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-label": "requests through time; up and down choose one" });
+    this.pool = el("canvas", { class: "pool", tabindex: 0, role: "application", "aria-label": "block pool; arrow keys choose a block" });
     this.poolNote = el("p", { class: "note", "aria-live": "polite" });
     this.story = el("div", { class: "story" });
     this.queues = el("div", { class: "queues" });
@@ -182,13 +188,13 @@ class Viewer {
         el("h1", {}, "pagedlab"), el("span", { class: "about" }, show(`${name} · ${about}`)),
         el("button", { class: "theme", title: "light or dark (t)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐")),
       el("nav", { "aria-label": "time" },
-        button("⏮", "first step (home)", () => { this.settled = this.goto(this.lastEventOf(0)); }),
-        button("◀◀", "step back (shift + left)", () => this.moveSteps(-1)),
-        button("◀", "event back (left)", () => { this.settled = this.goto(this.goal - 1); }),
+        button("⏮\uFE0E", "first step (home)", () => { this.settled = this.goto(this.lastEventOf(0)); }),
+        button("◀\uFE0E◀\uFE0E", "step back (shift + left)", () => this.moveSteps(-1)),
+        button("◀\uFE0E", "event back (left)", () => { this.settled = this.goto(this.goal - 1); }),
         this.playButton,
-        button("▶|", "event on (right)", () => { this.settled = this.goto(this.goal + 1); }),
-        button("▶▶", "step on (shift + right)", () => this.moveSteps(1)),
-        button("⏭", "last step (end)", () => { this.settled = this.goto(this.meta.num_events - 1); }),
+        button("▶\uFE0E|", "event on (right)", () => { this.settled = this.goto(this.goal + 1); }),
+        button("▶\uFE0E▶\uFE0E", "step on (shift + right)", () => this.moveSteps(1)),
+        button("⏭\uFE0E", "last step (end)", () => { this.settled = this.goto(this.meta.num_events - 1); }),
         this.speedSelect, this.position),
       panel("Tokens per step against the budget, and blocks in use", "time", el("div", { class: "under" }, this.timeline, this.timeHead), this.timeLegend()),
       panel("Requests through time", "lane", el("div", { class: "scroll" }, el("div", { class: "under" }, this.lanes, this.laneHead, this.laneMark)), this.laneLegend()),
@@ -210,6 +216,7 @@ class Viewer {
     parts.push(`${this.meta.num_blocks - 1} usable blocks of ${this.meta.block_sizes.join(" and ")} tokens (and the null block)`);
     if (config.policy) parts.push(String(config.policy));
     parts.push(`recorded at ${this.meta.header.record}`);
+    if (!this.meta.is_complete) parts.push("the trace has no end: it was cut, or still being recorded");
     return parts.join(" · ");
   }
 
@@ -268,6 +275,13 @@ class Viewer {
       e.stopPropagation();
       this.chooseBlock(Math.max(0, Math.min(this.meta.num_blocks - 1, (this.block ?? 0) + by)));
     });
+    this.lanes.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => {
+      const by = { ArrowUp: -1, ArrowDown: 1 }[e.key];
+      if (by === undefined) return;
+      e.preventDefault();
+      const request = this.request === null ? 0 : this.request + by;
+      if (request >= 0 && request < this.meta.requests.length && request !== this.request) this.chooseRequest(request);
+    });
     this.main.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => this.key(e));
   }
 
@@ -296,6 +310,15 @@ class Viewer {
     this.drawPool();
     void this.tellStory();
     this.drawTables();
+  }
+
+  /** @param {number} request @param {number} position */
+  chooseToken(request, position) {
+    this.token = { request, position };
+    this.drawTables();
+    this.drawLens();
+    this.drawWrites();
+    this.tables.querySelector(".cell.chosen")?.focus();
   }
 
   /** @param {number} request */
@@ -484,25 +507,78 @@ class Viewer {
     return { said, rest };
   }
 
+  /** Which queue each request stood in when this step began, from the records: request id -> queue. */
+  cameFrom() {
+    /** @type {Map<string, string>} */ const from = new Map();
+    for (const r of this.past()) {
+      if (r.kind === "request_added") from.set(r.request_id, "outside");
+      if (r.kind === "request_considered" && r.outcome === "scheduled" && r.queue === "waiting") from.set(r.request_id, "waiting");
+      if (r.kind === "request_preempted") from.set(r.request_id, "running");
+    }
+    return from;
+  }
+
   drawQueues() {
     const { state } = this.cursor;
     const { said, rest } = this.reasons();
-    const column = (/** @type {string} */ title, /** @type {number[]} */ queue, /** @type {string} */ name) => {
-      const items = queue.slice(0, 24).map((request) => {
-        const info = this.meta.requests[request], r = state.request(request);
-        const note = said.get(info.id) ?? rest[name] ?? "";
-        const chip = el("button", { class: `chip${this.request === request ? " chosen" : ""}`, style: `--owner:${hue(request)}`, onclick: () => this.chooseRequest(request), "data-request": info.id },
-          el("b", {}, show(info.id)),
-          el("meter", { min: 0, max: Math.max(r.known, 1), value: r.computed, title: `${r.computed} of ${r.known} known tokens computed` }),
-          el("span", { class: "count" }, `${r.computed}/${r.known}`),
-          ...(r.status === 2 ? [el("i", {}, "preempted")] : []));
-        return el("li", {}, chip, ...(note ? [el("small", {}, show(note))] : []));
+    const from = this.cameFrom();
+    const before = this.chipPlaces();
+    const column = (/** @type {string} */ name, /** @type {number[]} */ queue) => {
+      const items = queue.slice(0, MOST_CHIPS).map((request) => {
+        const { id } = this.meta.requests[request];
+        const came = from.has(id) && from.get(id) !== name ? `from ${from.get(id)}` : "";
+        return this.chip(request, [came, said.get(id) ?? rest[name] ?? ""].filter(Boolean).join(": "));
       });
-      const chosen = this.request !== null && queue.indexOf(this.request) >= 24 ? `, ${this.meta.requests[this.request].id} among them` : "";
-      if (queue.length > 24) items.push(el("li", {}, show(`… ${queue.length - 24} more${chosen}`)));
-      return el("div", { class: "column" }, el("h3", {}, `${title} (${queue.length})`), el("ol", {}, ...items));
+      const chosen = this.request !== null && queue.indexOf(this.request) >= MOST_CHIPS ? `, ${this.meta.requests[this.request].id} among them` : "";
+      if (queue.length > MOST_CHIPS) items.push(el("li", {}, show(`… ${queue.length - MOST_CHIPS} more${chosen}`)));
+      return el("div", { class: "column", "data-queue": name }, el("h3", {}, `${name} (${queue.length})`), el("ol", {}, ...items));
     };
-    this.queues.replaceChildren(column("waiting", state.waiting, "waiting"), column("running", state.running, "running"));
+    this.queues.replaceChildren(column("waiting", state.waiting), column("running", state.running), this.leftColumn());
+    this.slideChips(before);
+  }
+
+  /** A request in a queue, with the reason why it is there. @param {number} request @param {string} note */
+  chip(request, note) {
+    const info = this.meta.requests[request], r = this.cursor.state.request(request);
+    const chip = el("button", { class: `chip${this.request === request ? " chosen" : ""}`, style: `--owner:${hue(request)}`, "aria-pressed": String(this.request === request), onclick: () => this.chooseRequest(request), "data-request": info.id },
+      el("b", {}, show(info.id)),
+      el("meter", { min: 0, max: Math.max(r.known, 1), value: r.computed, title: `${r.computed} of ${r.known} known tokens computed` }),
+      el("span", { class: "count" }, `${r.computed}/${r.known}`),
+      ...(r.status === 2 ? [el("i", {}, "preempted")] : []));
+    return el("li", {}, chip, ...(note ? [el("small", {}, show(note))] : []));
+  }
+
+  /** Requests that left in this step, so that nobody vanishes without a word. */
+  leftColumn() {
+    const gone = this.past().filter((r) => r.kind === "request_finished" || r.kind === "request_refused");
+    if (!gone.length) return "";
+    const items = gone.slice(0, MOST_CHIPS).map((r) => el("li", {}, show(`${r.request_id}: ${r.finish_reason ?? "refused at the door"}`)));
+    return el("div", { class: "column left", "data-queue": "left" }, el("h3", {}, `left in this step (${gone.length})`), el("ol", {}, ...items));
+  }
+
+  /** Where each request's chip stands on the screen: request id -> box. */
+  chipPlaces() {
+    /** @type {Map<string, DOMRect>} */ const places = new Map();
+    if (!this.isAtRest() || this.stillQuery.matches) return places;
+    for (const chip of this.queues.querySelectorAll(".chip")) places.set(chip.dataset.request, chip.getBoundingClientRect());
+    return places;
+  }
+
+  /** Let a chip that changed its place slide there. @param {Map<string, DOMRect>} before */
+  slideChips(before) {
+    if (!before.size) return;
+    for (const chip of this.queues.querySelectorAll(".chip")) {
+      const old = before.get(chip.dataset.request);
+      if (!old) continue;
+      const now = chip.getBoundingClientRect();
+      const dx = old.left - now.left, dy = old.top - now.top;
+      if (dx || dy) chip.animate([{ transform: `translate(${dx}px, ${dy}px)`, zIndex: 1 }, { transform: "none" }], { duration: 350, easing: "ease-in-out" });
+    }
+  }
+
+  /** Whether the records of the step shown are here: they are read when a drag comes to rest. */
+  isAtRest() {
+    return this.stepEvents.step === this.stepIndex(this.cursor.event);
   }
 
   poolLayout() {
@@ -565,7 +641,7 @@ class Viewer {
       context.fillRect(x, y, s, s);
     }
     if (size >= 18) {
-      context.fillStyle = is >= 3 ? "#fff" : this.colour("ink");
+      context.fillStyle = is >= 3 ? inkOn(hue(owner)) : this.colour(is === 0 ? "paper" : "ink");
       context.font = `${Math.min(13, size * 0.36)}px system-ui, sans-serif`;
       context.textAlign = "center";
       context.textBaseline = "middle";
@@ -648,7 +724,7 @@ class Viewer {
           const gone = block === 0 ? " gone" : "";
           const text = position < r.known ? this.textAt(request, position) : "";
           const chosenToken = this.token && this.token.request === request && this.token.position === position ? " chosen" : "";
-          cells.push(el("button", { class: `cell ${status}${gone}${chosenToken}`, title: `position ${position}, offset ${offset}, ${block ? `slot ${block * size + offset}` : "out of the window"}`, disabled: position >= r.known, "data-position": position, onclick: () => { this.token = { request, position }; this.drawTables(); this.drawLens(); } }, text || "·"));
+          cells.push(el("button", { class: `cell ${status}${gone}${chosenToken}`, title: `position ${position}, offset ${offset}, ${block ? `slot ${block * size + offset}` : "out of the window"}`, disabled: position >= r.known, "data-position": position, onclick: () => { this.chooseToken(request, position); } }, text || "·"));
         }
         return el("div", { class: `block${block === this.block ? " chosen" : ""}`, "data-block": block },
           el("button", { class: "head", style: block ? `--owner:${hue(request)}` : "", onclick: () => this.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
@@ -661,7 +737,7 @@ class Viewer {
     });
     return el("div", { class: "request", "data-request": info.id },
       el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${r.known} tokens computed${scheduled ? `, ${scheduled} of them in this step` : ""}`)),
-      ...groups);
+      el("div", { class: "groups" }, ...groups));
   }
 
   /** @param {number} request @param {number} position */
@@ -699,40 +775,77 @@ class Viewer {
       return;
     }
     const { request, position } = chosen;
-    const info = this.meta.requests[request], r = this.cursor.state.request(request);
-    const past = this.past();
-    const maps = past.filter((e) => e.kind === "slots_mapped");
-    const ordered = past.filter((e) => e.kind === "batch_ordered").pop();
-    const rows = r.tables.map((table, group) => {
-      const size = this.meta.block_sizes[group];
-      const logical = Math.floor(position / size), offset = position % size, block = table[logical];
-      const map = maps.find((m) => m.group === group);
-      const at = map ? map.request_id.findIndex((/** @type {string} */ id, /** @type {number} */ i) => id === info.id && map.position[i] === position) : -1;
-      const links = [link("token", this.textAt(request, position), `id ${info.tokens[position]}`)];
-      if (at >= 0) {
-        const batchRow = ordered ? ordered.request_ids.indexOf(info.id) : map.row[at];
-        links.push(link("flat index", map.token[at], "place in this step's batch"));
-        links.push(link("batch row", batchRow, "batch_idx"));
-        const stateRow = ordered?.idx_mapping ? ordered.idx_mapping[batchRow] : map.row[at];
-        links.push(link("state row", stateRow, ordered?.idx_mapping ? "idx_mapping[batch row]" : "the same in the persistent batch"));
-      }
-      links.push(link("position", position, "in its own request"));
-      links.push(link("logical block", logical, `${position} // ${size}`), link("offset", offset, `${position} % ${size}`));
-      if (at >= 0) links.push(link("table index", map.table_index[at], `row ${map.row[at]} · K ${map.table_stride} + ${logical}`));
-      if (block === undefined) links.push(link("block", "none yet", "allocated when the token is scheduled"));
-      else if (block === 0) links.push(link("block", "∅", "left the window"));
-      else {
-        const slot = block * size + offset;
-        links.push(link("block", block, "read from the table there"), link("slot", slot, `${block} · ${size} + ${offset}`));
-        links.push(link("in the cache", this.address(group, block, offset), "one layer's keys, in bytes; values follow in the second half"));
-      }
-      const note = at >= 0 ? "" : position < r.computed ? "Written in an earlier step; the chain follows from the table as it stands." : "Not scheduled yet at this moment.";
-      return el("div", { class: "chain", "data-group": group },
-        ...(r.tables.length > 1 ? [el("h3", {}, `group ${group}`)] : []),
-        el("div", { class: "links" }, ...links.flatMap((l, i) => (i ? [el("span", { class: "to", "aria-hidden": "true" }, "→"), l] : [l]))),
-        ...(note ? [el("p", { class: "note" }, note)] : []));
+    const tables = this.cursor.state.request(request).tables;
+    this.lens.replaceChildren(...tables.map((_, group) => el("div", { class: "chain", "data-group": group },
+      ...(tables.length > 1 ? [el("h3", {}, `group ${group}`)] : []),
+      ...this.chains(request, position, group))));
+  }
+
+  /** The way from a token to its slot: as recorded, and as the other index design would go.
+   * @param {number} request @param {number} position @param {number} group */
+  chains(request, position, group) {
+    const recorded = this.recordedPlace(request, position, group);
+    const derived = Object.keys(DESIGNS).filter((d) => d !== recorded?.design).map((d) => this.derivedPlace(/** @type {keyof typeof DESIGNS} */ (d), request, position, group));
+    const places = [recorded, ...derived].filter((p) => p !== null);
+    if (!places.length) {
+      const isDone = position < this.cursor.state.request(request).computed;
+      const why = isDone ? "Written in an earlier step; the chain follows from the table as it stands." : "Not scheduled yet at this moment.";
+      return [this.chain(null, request, position, group), el("p", { class: "note" }, why)];
+    }
+    return places.flatMap((place) => {
+      const how = place === recorded ? "as this run recorded it" : "derived from the same messages by that design's rules; same block, same slot";
+      return [el("p", { class: "note design" }, `${DESIGNS[place.design]}, ${how}`), this.chain(place, request, position, group)];
     });
-    this.lens.replaceChildren(...rows);
+  }
+
+  /** @param {number} request @param {number} position @param {number} group */
+  recordedPlace(request, position, group) {
+    const { id } = this.meta.requests[request];
+    const past = this.past();
+    const map = past.find((e) => e.kind === "slots_mapped" && e.group === group);
+    const ordered = past.filter((e) => e.kind === "batch_ordered").pop();
+    const at = map ? map.request_id.findIndex((/** @type {string} */ other, /** @type {number} */ i) => other === id && map.position[i] === position) : -1;
+    if (at < 0) return null;
+    const design = /** @type {keyof typeof DESIGNS} */ (ordered?.idx_mapping ? "state-table" : "persistent");
+    const batchRow = ordered ? ordered.request_ids.indexOf(id) : map.row[at];
+    return { design, flat: map.token[at], batchRow, stateRow: ordered?.idx_mapping ? ordered.idx_mapping[batchRow] : map.row[at], tableIndex: map.table_index[at], width: map.table_stride };
+  }
+
+  /** @param {keyof typeof DESIGNS} design @param {number} request @param {number} position @param {number} group */
+  derivedPlace(design, request, position, group) {
+    const { rows } = this.stepEvents;
+    const r = this.cursor.state.request(request);
+    if (!rows || !this.past().some((e) => e.kind === "step_scheduled")) return null;
+    const granted = rows.tokens[rows.requests.indexOf(request)] ?? 0;
+    const place = placeInBatch(rows, design, request, position, r.computed - granted);
+    if (!place) return null;
+    const width = this.meta.table_widths[group];
+    const logical = Math.floor(position / this.meta.block_sizes[group]);
+    return { design, ...place, width, tableIndex: width === null ? null : place.batchRow * width + logical };
+  }
+
+  /** @param {NonNullable<ReturnType<Viewer["recordedPlace"]>> | NonNullable<ReturnType<Viewer["derivedPlace"]>> | null} place
+   * @param {number} request @param {number} position @param {number} group */
+  chain(place, request, position, group) {
+    const size = this.meta.block_sizes[group];
+    const logical = Math.floor(position / size), offset = position % size;
+    const block = this.cursor.state.request(request).tables[group][logical];
+    const links = [link("token", this.textAt(request, position), `id ${this.meta.requests[request].tokens[position]}`)];
+    if (place) {
+      links.push(link("flat index", place.flat, "place in this step's batch"), link("batch row", place.batchRow, "batch_idx"));
+      links.push(link("state row", place.stateRow, place.design === "state-table" ? "idx_mapping[batch row]" : "the same in the persistent batch"));
+    }
+    links.push(link("position", position, "in its own request"), link("logical block", logical, `${position} // ${size}`), link("offset", offset, `${position} % ${size}`));
+    if (place) {
+      const index = (/** @type {number} */ row) => (place.width === null ? "–" : row * place.width + logical);
+      const sum = (/** @type {number} */ row) => `row ${row} · K ${place.width ?? ""} + ${logical}`;
+      if (place.design === "state-table") links.push(link("gathered from", index(place.stateRow), sum(place.stateRow)));
+      links.push(link("table index", place.tableIndex ?? "–", sum(place.batchRow)));
+    }
+    if (block === undefined) links.push(link("block", "none yet", "allocated when the token is scheduled"));
+    else if (block === 0) links.push(link("block", "∅", "left the window"));
+    else links.push(link("block", block, "read from the table there"), link("slot", block * size + offset, `${block} · ${size} + ${offset}`), link("in the cache", `[0, ${block}, ${offset}]`, this.address(group, block, offset)));
+    return el("div", { class: "links", "data-design": place?.design ?? "" }, ...links.flatMap((l, i) => (i ? [el("span", { class: "to", "aria-hidden": "true" }, "→"), l] : [l])));
   }
 
   /** The last token of this step's batch, so that the lens is never empty while something runs. */
@@ -744,41 +857,76 @@ class Viewer {
     return { request, position: map.position[i] };
   }
 
-  /** Byte offset of a slot's keys in one layer's buffer [2, blocks, block_size, kv_heads, head_dim].
+  /** Byte offsets of a slot in one layer's buffer [2, blocks, block_size, kv_heads, head_dim].
    * @param {number} group @param {number} block @param {number} offset */
   address(group, block, offset) {
     const { model, config } = this.meta.header;
     const width = { float32: 4, bfloat16: 2, float16: 2 }[/** @type {string} */ (config.dtype)];
-    if (!width || !model.head_dim) return "no model";
+    if (!width || !model.head_dim) return "keys; [1, …] is the value";
     const bytes = Number(model.num_key_value_heads) * Number(model.head_dim) * width;
-    return `${((block * this.meta.block_sizes[group] + offset) * bytes).toLocaleString("en")} … +${bytes}`;
+    const key = (block * this.meta.block_sizes[group] + offset) * bytes;
+    const value = key + this.meta.num_blocks * this.meta.block_sizes[group] * bytes;
+    return `key at byte ${key.toLocaleString("en")}, value at ${value.toLocaleString("en")}`;
   }
 
   drawWrites() {
-    const past = this.past();
-    const written = past.filter((e) => e.kind === "kv_written");
+    const written = this.past().filter((e) => e.kind === "kv_written");
     if (!written.length) {
       this.writes.replaceChildren(el("p", { class: "note" }, this.meta.header.record === "kernels" ? "Nothing has been written in this step yet." : `Recorded at ${this.meta.header.record}; the write log needs --record kernels.`));
       return;
     }
-    const log = written[written.length - 1];
+    const log = written.find((e) => e.layer === this.layer) ?? written[written.length - 1];
+    const select = el("select", { "aria-label": "layer", onchange: () => { this.layer = select.value; this.drawWrites(); } },
+      ...written.map((e) => el("option", { value: e.layer, selected: e === log }, show(e.layer))));
+    this.writes.replaceChildren(
+      el("label", { class: "note" }, "layer ", select),
+      el("p", { class: "note" }, show(`Written by ${log.source}: ${log.slot.length} slots. A cell shows the beginning of its checksum; · was not written in this step.`)),
+      this.writtenBlocks(log), ...this.readsOf(log));
+  }
+
+  /** The cells of the cache that a write log fills. @param {any} log */
+  writtenBlocks(log) {
     /** @type {Map<number, Map<number, number>>} */ const blocks = new Map();
     log.block_id.forEach((/** @type {number} */ block, /** @type {number} */ i) => {
       if (!blocks.has(block)) blocks.set(block, new Map());
       blocks.get(block)?.set(log.offset[i], i);
     });
     const size = this.meta.block_sizes[log.group];
+    const cell = (/** @type {number | undefined} */ i) => i === undefined
+      ? el("span", { class: "cell done", title: "not written in this step" }, "·")
+      : el("span", { class: "cell now", title: `token ${log.token[i]} → slot ${log.slot[i]}, checksum ${log.checksum[i].toString(16)}` }, log.checksum[i].toString(16).slice(0, 4));
     const drawn = [...blocks].slice(0, 32).map(([block, offsets]) => el("div", { class: "block" },
       el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`),
-      el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => {
-        const i = offsets.get(offset);
-        return el("span", { class: `cell ${i === undefined ? "done" : "now"}`, title: i === undefined ? "not written in this step" : `token ${log.token[i]} → slot ${log.slot[i]}, checksum ${log.checksum[i].toString(16)}` }, i === undefined ? "·" : log.checksum[i].toString(16).slice(0, 4));
-      }))));
-    const reads = past.filter((e) => e.kind === "kv_read" && e.layer === log.layer);
-    this.writes.replaceChildren(
-      el("p", { class: "note" }, show(`${log.layer}, ${log.source}: ${log.slot.length} slots written (${written.length} logs so far in this step); a cell shows the beginning of its checksum.`)),
-      el("div", { class: "blocks" }, ...drawn),
-      ...reads.slice(-8).map((r) => el("p", { class: "note" }, show(`${r.request_id} read blocks ${r.block_ids.join(", ")} (${r.source})`))));
+      el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => cell(offsets.get(offset))))));
+    if (blocks.size > drawn.length) drawn.push(el("p", { class: "note" }, `… ${blocks.size - drawn.length} more blocks`));
+    return el("div", { class: "blocks" }, ...drawn);
+  }
+
+  /** What the attention kernel read for the chosen query token, and which of it counts for that token. @param {any} log */
+  readsOf(log) {
+    const chosen = this.token ?? this.lastToken();
+    if (!chosen) return [];
+    const { id } = this.meta.requests[chosen.request];
+    const read = this.past().find((e) => e.kind === "kv_read" && e.layer === log.layer && e.request_id === id);
+    const r = this.cursor.state.requests.get(chosen.request);
+    if (!read || !r) return [el("p", { class: "note" }, show(`The attention of ${log.layer} has not read anything for ${id} in this step yet.`))];
+    const isQuery = this.recordedPlace(chosen.request, chosen.position, log.group) !== null;
+    const window = this.meta.groups[log.group]?.window ?? Infinity;
+    const size = this.meta.block_sizes[log.group], table = r.tables[log.group];
+    const drawn = read.block_ids.slice(0, 32).map((/** @type {number} */ block) => {
+      const logical = table.indexOf(block);
+      const cells = Array.from({ length: size }, (_, offset) => {
+        const position = logical * size + offset;
+        const seen = position <= chosen.position && position > chosen.position - window;
+        const known = position < r.known;
+        return el("span", { class: `cell ${seen ? "seen" : "masked"}`, title: seen ? `position ${position}: this query sees it` : `position ${position}: masked` }, known ? this.textAt(chosen.request, position) : "·");
+      });
+      return el("div", { class: "block read", "data-block": block }, el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`), el("div", { class: "cells" }, ...cells));
+    });
+    const query = isQuery ? `The query at position ${chosen.position} of ${id}` : `No query at position ${chosen.position} of ${id} ran in this step; one there`;
+    return [
+      el("p", { class: "note" }, show(`${query} sees the framed keys. Read by ${read.source} for the queries of ${id}: blocks ${read.block_ids.join(", ")}.`)),
+      el("div", { class: "blocks" }, ...drawn)];
   }
 
   drawEvents() {
@@ -834,6 +982,14 @@ function swatch(name, label) {
 /** @param {number} request */
 function hue(request) {
   return request < 0 ? "#777" : HUES[request % HUES.length];
+}
+
+/** Black or white, whichever is read better on a colour (WCAG's relative luminance).
+ * @param {string} colour #rrggbb or #rgb */
+function inkOn(colour) {
+  const digits = colour.length === 4 ? [...colour.slice(1)].map((d) => d + d) : colour.match(/[0-9a-f]{2}/g) ?? [];
+  const [r, g, b] = digits.map((d) => (parseInt(d, 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
 }
 
 /** Diagonal lines, so that a state is told apart without colour.
