@@ -117,7 +117,8 @@ def _joined(text: Any) -> str:
 
 def _preformatted(text: str) -> str:
     """Blank lines would end an HTML block in Markdown, so line ends are written as references."""
-    return f'<pre class="output">{escape(text.rstrip()).replace(chr(10), "&#10;")}</pre>'
+    style = "overflow-x:auto;font-size:.85em;line-height:1.45"
+    return f'<pre class="output" style="{style}">{escape(text.rstrip()).replace(chr(10), "&#10;")}</pre>'
 
 
 def main(arguments: list[str]) -> int:
