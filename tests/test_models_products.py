@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_every_formulation_gives_the_same_product(formulation, rows, with_bias):
-    if formulation is products.packed and not torch.backends.mkldnn.is_available():
+    if formulation is products.packed and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
     weight, wide = torch.randn(96, 80), torch.randn(rows, 160)
     bias = torch.randn(96) if with_bias else None
@@ -30,7 +30,7 @@ def test_small_weights_are_multiplied_plainly():
 
 @pytest.mark.parametrize("winner", [products.linear, products.transposed, products.packed])
 def test_a_large_weight_keeps_its_product_whoever_wins(winner, monkeypatch):
-    if winner is products.packed and not torch.backends.mkldnn.is_available():
+    if winner is products.packed and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(products, "_measured", lambda *shape: winner)
     layer = MergedLinear(1024, {"q_proj": 1024, "k_proj": 64}, torch.float32, CPU)
@@ -40,6 +40,17 @@ def test_a_large_weight_keeps_its_product_whoever_wins(winner, monkeypatch):
     layer.choose_product()
     torch.testing.assert_close(layer(x), before, atol=1e-4, rtol=1e-4)
     assert (len(layer.weight) == 0) == (winner is products.packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_this_torch_lacks_is_no_candidate(dtype, monkeypatch):
+    assert products.linear in products.formulations(64, dtype)
+
+    def missing(weight):
+        raise AttributeError("no such operator in this build")
+
+    monkeypatch.setattr(products, "packed", missing)
+    assert products.formulations(64, dtype) == [products.linear, products.transposed]
 
 
 def test_the_measurement_happens_once_per_shape():

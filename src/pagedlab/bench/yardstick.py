@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from pagedlab.models.layers import MergedLinear
-from pagedlab.models.products import Product, linear, packed, transposed
+from pagedlab.models.products import Product, formulations
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 
 MEASURED_BYTES = 2**26  # of one shape: more than caches hold; larger weights are represented by a slice
@@ -22,7 +22,6 @@ class BareProducts:
 
     def __init__(self, model: Qwen3ForCausalLM, num_rows: int, dtype: torch.dtype) -> None:
         linears = [module for module in model.modules() if isinstance(module, MergedLinear)]
-        formulations = [linear, transposed, packed] if torch.backends.mkldnn.is_available() else [linear, transposed]
         self._num_rows, self._dtype = num_rows, dtype
         # shape -> weights that each product stands for, products by formulation
         self._products: dict[tuple[int, int], tuple[float, list[list[Product]]]] = {}
@@ -32,15 +31,17 @@ class BareProducts:
             copies = max(1, min(count, MEASURED_BYTES // (num_out * row_bytes)))
             weights = [torch.ones(num_out, shape[1], dtype=dtype) for _ in range(copies)]
             stands_for = count * shape[0] / (copies * num_out)
-            self._products[shape] = stands_for, [[form(weight) for weight in weights] for form in formulations]
+            self._products[shape] = stands_for, [
+                [form(weight) for weight in weights] for form in formulations(shape[1], dtype)
+            ]
 
     @torch.inference_mode()
     def seconds(self) -> float:
         """One forward pass: per shape the fastest formulation, the best of three runs."""
         total = 0.0
-        for (_, num_in), (stands_for, formulations) in self._products.items():
+        for (_, num_in), (stands_for, candidates) in self._products.items():
             x = torch.ones(self._num_rows, num_in, dtype=self._dtype)
-            total += stands_for * min(_seconds(products, x) for products in formulations for _ in range(3))
+            total += stands_for * min(_seconds(products, x) for products in candidates for _ in range(3))
         return total
 
 

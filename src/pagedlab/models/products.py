@@ -48,13 +48,23 @@ def fastest_formulation(weight: Tensor) -> Formulation:
     return _measured(min(out_features, LARGEST_MEASURED // in_features), in_features, weight.dtype)
 
 
+def formulations(in_features: int, dtype: torch.dtype) -> list[Formulation]:
+    """Those that this build of torch has and this processor can run in ``dtype``."""
+    able: list[Formulation] = []
+    weight, x = torch.ones(16, in_features, dtype=dtype), torch.ones(1, in_features, dtype=dtype)
+    for formulation in (linear, transposed, packed):
+        try:
+            formulation(weight)(x, None)
+        except (RuntimeError, AttributeError):
+            continue
+        able.append(formulation)
+    return able
+
+
 @cache
 def _measured(out_features: int, in_features: int, dtype: torch.dtype) -> Formulation:
     """The formulation with the least time over ROWS, each the best of three runs."""
     weight = torch.ones(out_features, in_features, dtype=dtype)
-    formulations = [linear, transposed]
-    if torch.backends.mkldnn.is_available():
-        formulations.append(packed)
 
     def seconds(product: Product) -> float:
         total = 0.0
@@ -67,4 +77,4 @@ def _measured(out_features: int, in_features: int, dtype: torch.dtype) -> Formul
             total += min(times)
         return total
 
-    return min(formulations, key=lambda formulation: seconds(formulation(weight)))
+    return min(formulations(in_features, dtype), key=lambda formulation: seconds(formulation(weight)))
