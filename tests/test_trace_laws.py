@@ -307,3 +307,17 @@ def test_an_event_is_stamped_by_the_tracer_alone(tmp_path):
     assert renumbered(in_memory) == in_memory
     with pytest.raises(TypeError):
         msgspec.structs.replace(TextEmitted(request_id="r0", text=""), no_such_field=1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_sink_that_fails_does_not_leave_tracing_on(tmp_path):
+    with pytest.raises(UserError, match="No space left"), pagedlab.tracing("steps", "all", TraceFile("/dev/full")):
+        pass
+    assert not (trace.on or trace.kernels)
+
+
+@pytest.mark.parametrize("layers", ["first", [-1], [1.0], 3, None])
+def test_layers_are_all_or_a_list_of_numbers(layers):
+    with pytest.raises(UserError, match="layers is"), pagedlab.tracing(layers=layers):
+        pass
+    assert not trace.on

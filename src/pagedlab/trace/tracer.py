@@ -60,12 +60,14 @@ class Tracer:
         """Begin recording; the header follows with the first engine that emits.
 
         Raises:
-            UserError: a recording is already running, or ``record`` is not a level.
+            UserError: a recording is already running, ``record`` is not a level, or ``layers`` no list of layers.
         """
         if self.on:
             raise UserError("tracing is already on: end the other `with tracing()` first.")
         if record not in LEVELS:
             raise UserError(f"record is {record!r}: choose one of {', '.join(LEVELS)}.")
+        if layers != "all" and not (isinstance(layers, list) and all(type(i) is int and i >= 0 for i in layers)):
+            raise UserError(f"layers is {layers!r}: give 'all' or a list of numbers like [0, 3].")
         self._sinks, self._record, self.layers, self._snapshot_every = sinks, record, layers, snapshot_every
         self._seq, self._engine, self._step = 0, -1, -1
         self._next_snapshot: dict[int, tuple[int, int, int]] = {}  # engine -> due from this step or seq, and this seq
@@ -76,12 +78,14 @@ class Tracer:
 
     def stop(self) -> None:
         """End recording; a trace that saw no engine still gets a header."""
-        if self.on and not self._has_header:
-            self._write_header({"model": {}, "config": {}, "tokenizer": {}})
-        if self.on:
-            self.emit(TraceFinished(num_records=self._seq + 1))
-        self.on = self.decisions = self.blocks = self.tensors = self.kernels = False
-        self._sinks = ()
+        try:
+            if self.on and not self._has_header:
+                self._write_header({"model": {}, "config": {}, "tokenizer": {}})
+            if self.on:
+                self.emit(TraceFinished(num_records=self._seq + 1))
+        finally:  # also if a sink fails, a full disk for example
+            self.on = self.decisions = self.blocks = self.tensors = self.kernels = False
+            self._sinks = ()
 
     def emit(self, event: Event) -> None:
         event.seq, event.engine, event.step = self._seq, self._engine, self._step
