@@ -198,6 +198,8 @@ BAD_INPUT = [
     ("too many blocks", ["a", "--num-blocks", "2000000000"], "GiB"),
     ("beyond the model's length", ["a", "--max-model-len", "99999"], "model's own limit"),
     ("does not fit the memory", ["a", "--kv-cache-memory", "100000"], "blocks"),
+    ("one file for two things", ["a", "--html", "t.jsonl"], "the same file"),
+    ("a layer before the first", ["a", "--layers", "-1"], "--layers is '-1'"),
     ("out of nowhere", ["a", "--out", "{broken}/no/such/folder/t.jsonl"], "no directory"),
     *((f"zero {k}", ["a", f"--{k}", "0"], k.replace("-", "_")) for k in (
         "block-size", "num-blocks", "kv-cache-memory", "max-model-len", "max-num-seqs", "max-num-batched-tokens",
@@ -222,6 +224,34 @@ def test_bad_input_is_one_sentence_and_status_2_and_nothing_is_written(
     assert error.startswith("pagedlab: ") and message in error
     assert all(line.startswith("pagedlab: notice: ") for line in notices)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_cannot_be_written_is_not_said_to_be_anywhere(pagedlab, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    status, _, err = pagedlab(*TRACE, "--out", str(tmp_path / "loop"))
+    assert status == 2 and err.count("\n") == 1 and "cannot write the trace" in err
+
+
+def test_a_closed_standard_input_is_no_prompt(pagedlab, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert pagedlab("generate") == (2, "", "pagedlab: no prompt: give one or more in quotes.\n")
+
+
+def test_an_ascii_locale_takes_and_gives_any_text(tmp_path):
+    code = "import sys; from pagedlab.commands.prompts import read_prompts as r; print(ascii([r(sys.argv[1:]), r([])]))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    run = subprocess.run([sys.executable, "-c", code, "é你"], input="é你".encode(), capture_output=True, env=ascii_only)
+    assert run.stdout.decode() == "[['\\xe9\\u4f60'], ['\\xe9\\u4f60']]\n", run.stderr
+    code = "import typer; from pagedlab import cli; cli.app = lambda **_: print(chr(233)); cli.main()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, env=ascii_only)
+    assert (run.returncode, run.stdout.decode()) == (0, "\\xe9\n"), run.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "pagedlab", "scenarios"], stdout=full, stderr=subprocess.PIPE)
+    assert (run.returncode, run.stderr.decode()) == (2, "pagedlab: the disk that takes the output is full.\n")
 
 
 def test_no_cuda_where_it_is_asked_for_is_one_sentence(pagedlab, monkeypatch):

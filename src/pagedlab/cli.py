@@ -7,6 +7,8 @@ Ctrl-C. Nothing here imports torch; a command does when it needs an engine.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -63,6 +65,8 @@ def _main(
 
 def main() -> None:
     """Run a command; turn every foreseen failure into one line and a status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks never ends a command
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = app(standalone_mode=False)
     except UserError as error:
@@ -75,6 +79,11 @@ def main() -> None:
         raise SystemExit(130) from None
     except BrokenPipeError:
         _end_quietly()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _silence_stdout()
+        _fail("the disk that takes the output is full.")
     except SystemExit as end:
         # typer and rich turn a broken pipe into status 1
         if isinstance(end.__context__, BrokenPipeError):
@@ -85,8 +94,12 @@ def main() -> None:
 
 def _end_quietly() -> NoReturn:
     """The reader (head, less) has seen enough; keep the interpreter from flushing into nothing."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _silence_stdout()
     raise SystemExit(0) from None
+
+
+def _silence_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command_of(error: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,17 +21,22 @@ def read_prompts(arguments: Sequence[str] | None, *, or_else: str = "") -> list[
         UserError: there is none, or one is empty or no valid text.
     """
     prompts = list(arguments or [])
-    if not prompts and not sys.stdin.isatty():
-        piped = sys.stdin.read().rstrip("\n")
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
+        try:
+            piped = sys.stdin.read().rstrip("\n")
+        except UnicodeDecodeError:
+            raise UserError("the prompt is not valid UTF-8 text.") from None
         prompts = [piped] if piped else []
     if not prompts:
         raise UserError(f"no prompt: give one or more in quotes{or_else}.")
-    for place, prompt in enumerate(prompts, 1):
-        which = f"prompt {place}" if len(prompts) > 1 else "the prompt"
+    for place, prompt in enumerate(prompts):
+        which = f"prompt {place + 1}" if len(prompts) > 1 else "the prompt"
         if not prompt:
             raise UserError(f"{which} is empty: give at least one character.")
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise UserError(f"{which} is not valid UTF-8 text.")
+        try:
+            prompts[place] = os.fsencode(prompt).decode("utf-8")  # also where the locale knows no more than ASCII
+        except UnicodeError:
+            raise UserError(f"{which} is not valid UTF-8 text.") from None
     return prompts
 
 

@@ -66,6 +66,8 @@ def trace(
         raise UserError(f"cannot write the page {html}: give a file in a directory that exists.")
     if html is not None and LEVELS.index(saved) < LEVELS.index("blocks"):
         raise UserError(f"--html needs --record blocks or finer, not {saved}.")
+    if html is not None and out is not None and html.absolute() == out.absolute():
+        raise UserError(f"--out and --html are the same file {html}: give two.")
     file = TraceFile(out) if out is not None else None
     with _Recording(file, html, TerminalTracer(detail=shown, pause=pause), saved, wanted_layers):
         if scenario is not None:
@@ -120,7 +122,8 @@ class _Recording:
         if self._file is not None:
             self._file.close()
             until_here = " until here" if interrupted else ""
-            notice(f"{interrupted}the trace{until_here} is in {self._file.path}")
+            if self._file.exists:
+                notice(f"{interrupted}the trace{until_here} is in {self._file.path}")
         if self._page is not None:
             from pagedlab.trace.trace import Trace
             from pagedlab.viewer.page import write_page
@@ -142,10 +145,10 @@ def _levels(detail: str | None, record: str | None) -> tuple[Level, Level]:
 def _layers(text: str) -> str | list[int]:
     if text == "all":
         return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--layers is {text!r}: give all, one number, or several like 0,3,5.") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UserError(f"--layers is {text!r}: give all, one number, or several like 0,3,5.")
+    return [int(part) for part in parts]
 
 
 def _run_prompts(prompts: list[str], knobs: Knobs, chat: bool) -> None:

@@ -45,6 +45,7 @@ class TraceFile:
         if self.path.is_dir() or not self.path.parent.is_dir():
             what = "it is a directory" if self.path.is_dir() else f"there is no directory {self.path.parent}"
             raise UserError(f"cannot write the trace {self.path}: {what}.")
+        self.exists = False  # something of this trace is in the file
         self._file: BinaryIO | None = None
         self._pending: list[bytes] = []
         self._num_pending_bytes = 0
@@ -93,6 +94,7 @@ class TraceFile:
             if self._file is None:
                 self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115  # closed by close()
             written = self._file.write(data)
+            self.exists = True
             while written < len(data):
                 written += self._file.write(data[written:])
         except OSError as error:
