@@ -186,8 +186,9 @@ in float32.
 {len(training)} chapters were trained on ({text_bytes:,} bytes), {len(held_out)} were held out
 ({held_bytes:,} bytes): every {HELD_OUT_EVERY}th of the novels' chapters in order, beginning
 with number {HELD_OUT_OFFSET} counted from 0. The weights are those of the last step, not the
-best on them; they did help to choose Muon over AdamW, in two runs of two minutes. The model reads windows of {WINDOW:,} tokens moved by {STRIDE}; the
-5-gram models are counted on the same training chapters. Lower is better.
+best on them; they did help to choose Muon over AdamW, in two runs of two minutes. The model
+reads windows of {WINDOW:,} tokens moved by {STRIDE}; the 5-gram models are counted on the same
+training chapters. Lower is better.
 
 | | bits per byte |
 | --- | --- |
