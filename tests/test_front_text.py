@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -79,6 +79,7 @@ def test_bug_37_stop_string_across_tokens_leaks_nothing(tokenizer, include, text
 
 
 @given(st.lists(st.integers(0, 257), max_size=24), st.sampled_from([(), ("b,c",), ("aa", "a,")]), st.booleans())
+@example([95, 65, 0], ("aa", "a,"), False)  # a byte that is no character, then the beginning of a stop string
 def test_chunks_add_up_to_the_text_and_never_end_in_half_a_character(tokenizer, token_ids, stop, include):
     chunks = stream(tokenizer, token_ids, stop=stop, include_stop_str_in_output=include)
     whole = tokenizer.decode(token_ids)

@@ -79,13 +79,13 @@ class Detokenizer:
 
         A trailing U+FFFD waits as well: it is shown once a whole character follows it, or at the end.
         """
-        held = len(self._decoded) - len(self._decoded.rstrip(REPLACEMENT))
+        held = 0
         if not self._include_stop:
             tail = self._decoded[self._check_from :]
             for stop in self._stop:
                 begins = (n for n in range(min(len(stop) - 1, len(tail)), held, -1) if tail.endswith(stop[:n]))
                 held = max(held, next(begins, 0))
-        return len(self._decoded) - held
+        return len(self._decoded[: len(self._decoded) - held].rstrip(REPLACEMENT))
 
     def _release(self, length: int) -> str:
         chunk = self._decoded[len(self.text) : length]
