@@ -7,13 +7,22 @@ import pytest
 import torch
 
 from paged_driver import CHECKPOINTS, PagedDriver
+from pagedlab import LLM, SamplingParams
 from pagedlab.attention.backends import AttentionLayerConfig, choose_attention_backend
 from pagedlab.attention.flash_attn_backend import FlashAttentionBackend
 from pagedlab.attention.forward_context import set_forward_context
 from pagedlab.errors import UserError
 from pagedlab.kernels.paged_attention import paged_attention_reference
 from pagedlab.kernels.reshape_and_cache import reshape_and_cache_reference
-from pagedlab.trace.events import KernelLaunched, KvRead, KvWritten, MetadataBuilt
+from pagedlab.trace.events import (
+    KernelLaunched,
+    KvRead,
+    KvWritten,
+    MetadataBuilt,
+    PrefixMatched,
+    RequestConsidered,
+    RequestPreempted,
+)
 from pagedlab.trace.tracer import trace
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -190,3 +199,26 @@ def test_a_model_outside_a_forward_context_is_a_mistake_in_the_program():
     driver = PagedDriver(DENSE)
     with pytest.raises(AssertionError, match="set_forward_context"):
         driver.model(torch.arange(3), torch.arange(3))
+
+
+@needs_triton
+@pytest.mark.parametrize("runner", ["persistent", "state-table"])
+def test_interpreted_kernels_serve_a_crowded_engine(runner):
+    """Chunked prompts, a shared prefix and a preemption: the tokens of a roomy engine on the torch backend."""
+    prompts = [list(range(40, 50)), [*range(40, 48), 7], [5, 6, 7]]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    roomy = LLM(DENSE, num_blocks=60)
+    crowded = LLM(
+        DENSE, num_blocks=8, block_size=4, max_num_batched_tokens=12, attention_backend="triton", runner=runner
+    )
+    expected = [list(output.outputs[0].token_ids) for output in roomy.generate(prompts, params)]
+    events = []
+    trace.start(events, record="decisions")
+    try:
+        found = [list(output.outputs[0].token_ids) for output in crowded.generate(prompts, params)]
+    finally:
+        trace.stop()
+    assert found == expected
+    assert of(RequestPreempted, events)
+    assert any(event.num_computed_tokens for event in of(PrefixMatched, events))
+    assert any(0 < event.num_tokens_granted < event.num_tokens_wanted for event in of(RequestConsidered, events))
