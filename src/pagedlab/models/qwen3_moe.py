@@ -38,19 +38,18 @@ class SparseMoE(nn.Module):
         tokens 0 and 1, expert 1 token 1, expert 2 token 0.
         """
         weights, experts = self.route(x)
-        pairs = experts.flatten().argsort(stable=True)            # [T · top_k] pair = token · top_k + choice
-        tokens = pairs // self.top_k                              # [T · top_k] token of each sorted pair
+        pairs = experts.flatten().argsort(stable=True)  # [T · top_k] pair = token · top_k + choice, by expert
         counts = experts.flatten().bincount(minlength=len(self.gate_up_proj)).tolist()  # pairs of each expert
-        answers = torch.empty_like(x[tokens])                     # [T · top_k, hidden]
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                end = start + count
-                gate, up = F.linear(x[tokens[start:end]], self.gate_up_proj[expert]).chunk(2, dim=-1)
-                answers[start:end] = F.linear(F.silu(gate) * up, self.down_proj[expert])
-                start = end
-        answers *= weights.flatten()[pairs, None]
-        return torch.zeros_like(x).index_add_(0, tokens, answers)
+        by_expert = x[pairs // self.top_k].split(counts)
+        answers = torch.cat([self._answer(expert, rows) for expert, rows in enumerate(by_expert) if len(rows)])
+        by_pair = torch.empty_like(answers)             # [T · top_k, hidden]
+        by_pair[pairs] = answers
+        return (by_pair.view(-1, self.top_k, x.shape[1]) * weights[:, :, None]).sum(dim=1)
+
+    def _answer(self, expert: int, rows: Tensor) -> Tensor:
+        """One expert's MLP: [rows, hidden] → [rows, hidden]"""
+        gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[expert])
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         targets = self.gate.checkpoint_tensors(prefix)
