@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch
 
 from pagedlab import LLM, EngineConfig, SamplingParams, Trace, UserError, tracing
 
@@ -247,6 +248,35 @@ def test_a_stream_that_is_left_early_aborts_its_request(llm):
     next(stream)
     stream.close()
     assert not llm.core.scheduler.requests
+
+
+def test_a_stream_that_nobody_reads_aborts_its_requests(llm):
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=30, ignore_eos=True))
+    assert len(llm.core.scheduler.requests) == len(PROMPTS)
+    del stream
+    assert not llm.core.scheduler.requests
+
+
+@pytest.mark.parametrize("prompt", [b"bytes", {"prompt": 5, "prompt_token_ids": [1]}, torch.tensor(5)])
+def test_a_prompt_of_another_type_is_refused(llm, prompt):
+    with pytest.raises(UserError, match="a prompt is text or a list of token ids, not "):
+        llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"request_id": 5}, {"request_id": ""}, {"priority": "high"}, {"priority": 1.5}, {"arrival_time": float("nan")},
+    {"arrival_time": "now"}, {"kind": "all"}, {"sampling_params": {"temperature": 0}},
+])  # fmt: skip
+def test_a_request_of_the_wrong_kind_is_refused_and_changes_nothing(llm, wrong):
+    (name,) = wrong
+    with pytest.raises(UserError, match=name):
+        llm.add_request(PROMPTS[0], **wrong)
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_config_of_another_type_is_refused():
+    with pytest.raises(UserError, match="config must be an EngineConfig, not dict"):
+        LLM(config={"num_blocks": 4})
 
 
 def test_requests_added_by_hand_survive_a_generate_in_between(llm):

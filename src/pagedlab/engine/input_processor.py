@@ -116,6 +116,8 @@ class InputProcessor:
                 raise UserError("a prompt as a dict has a 'prompt' or 'prompt_token_ids', maybe with a 'cache_salt'.")
             if "prompt_token_ids" in prompt:
                 text = prompt.get("prompt")
+                if text is not None and not isinstance(text, str):
+                    raise UserError(f"a prompt is text or a list of token ids, not {type(text).__name__}.")
                 return text, _token_ids(prompt["prompt_token_ids"]), cache_salt
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
@@ -160,6 +162,8 @@ class InputProcessor:
 
 def _token_ids(prompt: object) -> list[int]:
     """A list of whole numbers; numpy's and torch's integers are welcome."""
+    if isinstance(prompt, bytes):  # its members are numbers too, but hardly token ids
+        raise UserError("a prompt is text or a list of token ids, not bytes: decode them.")
     try:
         ids = [i if type(i) is int else i.__index__() for i in prompt]  # type: ignore[attr-defined]
     except (TypeError, AttributeError) as e:

@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pagedlab.config import EngineConfig
 from pagedlab.engine.build import build_engine
@@ -125,11 +126,15 @@ class LLM:
         """
         inbox: list[RequestOutput] = []
         request_ids = self._submit(prompts, sampling_params, priority, "delta", inbox)
-        return self._stream(request_ids, inbox)
+        outputs = self._stream(request_ids, inbox)
+        next(outputs)  # into its ``with``, so that an iterator that nobody reads aborts its requests too
+        return outputs
 
-    def _stream(self, request_ids: list[str], inbox: list[RequestOutput]) -> Generator[RequestOutput, None, None]:
+    def _stream(self, request_ids: list[str], inbox: list[RequestOutput]) -> Generator[Any, None, None]:
+        """Yields None once, then outputs."""
         num_running = len(request_ids)
         with self._owning(request_ids):
+            yield
             while num_running or inbox:
                 if not inbox:
                     self._run_step()
@@ -173,7 +178,9 @@ class LLM:
         Raises:
             UserError: a bad prompt or parameter, or an id in use; nothing has changed.
         """
-        processed = self._process(prompt, sampling_params or SamplingParams(), request_id, priority, arrival_time)
+        (params,) = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, 1)
+        _check_request(request_id, priority, arrival_time, kind)
+        processed = self._process(prompt, params, request_id, priority, arrival_time)
         self._add([processed], kind)
         return processed.request_id
 
@@ -300,6 +307,8 @@ def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs:
     if config is not None:
         if model is not None or knobs:
             raise UserError("give LLM either a config or a model with knobs, not both.")
+        if not isinstance(config, EngineConfig):
+            raise UserError(f"config must be an EngineConfig, not {type(config).__name__}.")
         return config
     unknown = sorted(set(knobs) - set(EngineConfig.field_names()))
     if unknown:
@@ -307,9 +316,23 @@ def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs:
     return EngineConfig(model=None if model is None else str(model), **knobs)
 
 
+def _check_request(request_id: object, priority: object, arrival_time: object, kind: object) -> None:
+    """What decides the order of a queue must be comparable, and what names a request a name."""
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise UserError(f"request_id is {request_id!r}: give a text that is not empty, or nothing.")
+    if type(priority) is not int:
+        raise UserError(f"priority is {priority!r}: give a whole number.")
+    if arrival_time is not None and (not isinstance(arrival_time, int | float) or not math.isfinite(arrival_time)):
+        raise UserError(f"arrival_time is {arrival_time!r}: give a number, or nothing.")
+    if kind not in get_args(OutputKind):
+        raise UserError(f"kind is {kind!r}: choose one of {', '.join(get_args(OutputKind))}.")
+
+
 def _is_one_prompt(prompts: object) -> bool:
     """Text, a dict, or ids; otherwise each member is a prompt."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return True
+    if getattr(prompts, "ndim", None) == 0:  # an array that holds a single number
         return True
     first = next(iter(prompts), None) if hasattr(prompts, "__len__") else None
     return isinstance(first, int) or getattr(first, "ndim", None) == 0
