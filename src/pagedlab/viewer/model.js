@@ -311,22 +311,27 @@ export function placeInBatch(rows, design, request, position, first) {
 class EventChunk {
   /** @param {any} columns @param {number} first */
   constructor(columns, first) {
-    this.columns = columns;
     this.first = first;
-    /** @type {{kind: string, row: number}[]} */ this.where = [];
-    for (const [kind, fields] of Object.entries(columns)) {
+    /** @type {[string, any][]} */ this.kinds = Object.entries(columns);
+    this.length = this.kinds.reduce((sum, [, fields]) => sum + fields.i.length, 0);
+    this.kindOf = new Uint8Array(this.length);  // event in the chunk -> place in kinds
+    this.rowOf = new Uint32Array(this.length);  // event in the chunk -> row of that kind's columns
+    this.kinds.forEach(([, fields], kind) => {
       for (const name of ["i", "seq", "t_ns"])
         for (let row = 1; row < fields[name].length; row += 1) fields[name][row] += fields[name][row - 1];
-      fields.i.forEach((/** @type {number} */ i, /** @type {number} */ row) => { this.where[i] = { kind, row }; });
-    }
-    this.length = this.where.length;
+      fields.i.forEach((/** @type {number} */ i, /** @type {number} */ row) => {
+        this.kindOf[i] = kind;
+        this.rowOf[i] = row;
+      });
+    });
   }
 
   /** @param {number} index of the event in the whole trace */
   record(index) {
-    const { kind, row } = this.where[index - this.first];
+    const [kind, fields] = this.kinds[this.kindOf[index - this.first]];
+    const row = this.rowOf[index - this.first];
     /** @type {any} */ const record = { kind, index };
-    for (const [name, values] of Object.entries(this.columns[kind])) if (name !== "i") record[name] = values[row];
+    for (const name in fields) if (name !== "i") record[name] = fields[name][row];
     return record;
   }
 }

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from pagedlab.errors import UserError
+from pagedlab.trace.file import whole_file
 from pagedlab.trace.trace import Trace
 from pagedlab.viewer.pack import Packed, pack
 
@@ -55,10 +56,9 @@ def write_page(trace: Trace, path: Path, steps: tuple[int, int] | None = None) -
             f"the page would take {size / 2**20:.0f} MiB and {MAX_BYTES >> 20} is the most a browser should load: "
             f"view a part of the {last + 1} steps, for example with --steps 0:{max(1, last * MAX_BYTES // (2 * size))}."
         )
-    temporary = path.with_name(path.name + ".part")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with whole_file(path) as place:
+            place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): choose another place with -o.") from None
     return size

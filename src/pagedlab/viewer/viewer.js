@@ -59,8 +59,14 @@ class Viewer {
     this.speed = 1;
     this.filter = "";
     this.showOrder = false;
-    this.stepEvents = { step: -2, first: 0, /** @type {any[]} */ records: [], /** @type {import("./model.js").StepRows | null} */ rows: null };
+    /** @type {{step: number, first: number, records: any[], rows: import("./model.js").StepRows | null}} */
+    this.stepEvents = { step: -2, first: 0, records: [], rows: null };
+    /** @type {Map<number, any>} */ this.chips = new Map();  // request -> its elements in the queues
     /** @type {string | null} */ this.layer = null;         // whose write log is shown, null: the latest
+    this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
+    this.stillQuery = matchMedia("(prefers-reduced-motion: reduce)");
+    /** @type {Map<string, string>} */ this.colours = new Map(); // of the theme, by name
+    this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.goal = -1;       // where to go next; several wishes within a frame become one
     this.busy = false;
     /** @type {Promise<void>} */ this.settled = Promise.resolve();
@@ -163,9 +169,6 @@ class Viewer {
     this.timeHead = el("div", { class: "playhead" });
     this.laneHead = el("div", { class: "playhead line" });
     this.laneMark = el("div", { class: "lane-mark" });
-    this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
-    this.stillQuery = matchMedia("(prefers-reduced-motion: reduce)");
-    /** @type {Map<string, string>} */ this.colours = new Map();
     this.lanes = el("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-label": "requests through time; up and down choose one" });
     this.pool = el("canvas", { class: "pool", tabindex: 0, role: "application", "aria-label": "block pool; arrow keys choose a block" });
     this.poolNote = el("p", { class: "note", "aria-live": "polite" });
@@ -177,7 +180,6 @@ class Viewer {
     this.list = el("div", { class: "events", role: "listbox", tabindex: 0, "aria-label": "events of this step" });
     this.raw = el("pre", { class: "raw" });
     this.filterBox = el("input", { type: "search", placeholder: "filter: kind, request or block", "aria-label": "filter events", oninput: () => { this.filter = this.filterBox.value.trim(); this.drawEvents(); } });
-    this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.arrows.setAttribute("class", "arrows");
     this.arrows.setAttribute("aria-hidden", "true");
     const panel = (/** @type {string} */ title, /** @type {string} */ area, /** @type {Node[]} */ ...content) =>
@@ -537,15 +539,29 @@ class Viewer {
     this.slideChips(before);
   }
 
-  /** A request in a queue, with the reason why it is there. @param {number} request @param {string} note */
+  /** A request in a queue, with the reason why it is there; made once, then only brought up to date.
+   * @param {number} request @param {string} note */
   chip(request, note) {
-    const info = this.meta.requests[request], r = this.cursor.state.request(request);
-    const chip = el("button", { class: `chip${this.request === request ? " chosen" : ""}`, style: `--owner:${hue(request)}`, "aria-pressed": String(this.request === request), onclick: () => this.chooseRequest(request), "data-request": info.id },
-      el("b", {}, show(info.id)),
-      el("meter", { min: 0, max: Math.max(r.known, 1), value: r.computed, title: `${r.computed} of ${r.known} known tokens computed` }),
-      el("span", { class: "count" }, `${r.computed}/${r.known}`),
-      ...(r.status === 2 ? [el("i", {}, "preempted")] : []));
-    return el("li", {}, chip, ...(note ? [el("small", {}, show(note))] : []));
+    const { id } = this.meta.requests[request], r = this.cursor.state.request(request);
+    let chip = this.chips.get(request);
+    if (!chip) {
+      const meter = el("meter", { min: 0 }), count = el("span", { class: "count" }), mark = el("i", {}, "preempted"), why = el("small", {});
+      const button = el("button", { class: "chip", style: `--owner:${hue(request)}`, onclick: () => this.chooseRequest(request), "data-request": id }, el("b", {}, show(id)), meter, count, mark);
+      chip = { item: el("li", {}, button, why), button, meter, count, mark, why };
+      this.chips.set(request, chip);
+    }
+    const numbers = `${r.computed}/${r.known}`, text = show(note), isChosen = this.request === request;
+    if (chip.count.textContent !== numbers) {
+      chip.count.textContent = numbers;
+      chip.meter.max = Math.max(r.known, 1);
+      chip.meter.value = r.computed;
+      chip.meter.title = `${r.computed} of ${r.known} known tokens computed`;
+    }
+    if (chip.why.textContent !== text) chip.why.textContent = text;
+    chip.mark.hidden = r.status !== 2;
+    chip.button.classList.toggle("chosen", isChosen);
+    chip.button.setAttribute("aria-pressed", String(isChosen));
+    return chip.item;
   }
 
   /** Requests that left in this step, so that nobody vanishes without a word. */
@@ -559,7 +575,7 @@ class Viewer {
   /** Where each request's chip stands on the screen: request id -> box. */
   chipPlaces() {
     /** @type {Map<string, DOMRect>} */ const places = new Map();
-    if (!this.isAtRest() || this.stillQuery.matches) return places;
+    if (this.meta.requests.length > 2 * MOST_CHIPS || !this.isAtRest() || this.stillQuery.matches) return places;
     for (const chip of this.queues.querySelectorAll(".chip")) places.set(chip.dataset.request, chip.getBoundingClientRect());
     return places;
   }
