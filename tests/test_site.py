@@ -133,6 +133,14 @@ def test_a_page_that_quotes_a_vanished_symbol_fails_the_build(tmp_path):
     assert "sched.scheduler:Scheduler.scheduled_once, which is gone" in done.stderr
 
 
+def test_a_page_that_names_code_that_is_gone_is_refused():
+    assert hooks().on_page_markdown("{{ code kv.group:KVCacheGroup.allocate }}", None, None, None) == (
+        "`KVCacheGroup.allocate` in `kv/group.py`"
+    )
+    with pytest.raises(ValueError, match=r"names pagedlab\.kv\.group:KVCacheGroup\.seize, which is gone"):
+        hooks().on_page_markdown("{{ code kv.group:KVCacheGroup.seize }}", None, None, None)
+
+
 def test_a_link_to_a_notebook_that_is_gone_is_refused():
     with pytest.raises(ValueError, match="links to notebook 99, which does not exist"):
         hooks().on_page_markdown("[x]({{ notebook 99 }})", None, None, None)
@@ -226,6 +234,14 @@ def test_evidence_that_does_not_exist_is_noticed():
     recordings, scenarios = named_in("recordings `preempt_newest`, `made_up`; `pagedlab trace --scenario no-such`")
     assert recordings - recorded_names() == {"made_up"}
     assert scenarios - set(builtin_names()) == {"no-such"}
+
+
+def test_the_example_of_the_first_misconception_is_in_the_scenario_it_names():
+    """mixed-batch, step 2: r1 knows 5 tokens, 4 are computed, and the fifth needs a second block."""
+    trace = stored("mixed-batch")
+    before = trace.at(step=2, after="step_started").requests["r1"]
+    assert (len(before.token_ids), before.num_computed_tokens, len(before.block_ids[0])) == (5, 4, 1)
+    assert len(trace.at(step=2, after="step_scheduled").requests["r1"].block_ids[0]) == 2
 
 
 def test_every_misconception_links_to_a_notebook_or_a_scenario():

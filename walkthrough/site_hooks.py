@@ -6,7 +6,8 @@ notebooks, and the references of events, commands and configuration. In a page,
     {{ quote kv.manager:KVCacheManager.allocate_slots }}
 
 becomes the source of that symbol, and the build fails if it is gone. ``{{ notebook 04 }}`` becomes
-the address of notebook 04's page.
+the address of notebook 04's page, and ``{{ code kv.group:KVCacheGroup.allocate }}`` names that symbol,
+if it still exists.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ VLLM_NAMES = {
     "enforce_eager": "`--enforce-eager`",
 }
 QUOTE = re.compile(r"\{\{ quote ([\w.]+):([\w.]+) \}\}")
+CODE = re.compile(r"\{\{ code ([\w.]+):([\w.]+) \}\}")
 NOTEBOOK = re.compile(r"\{\{ notebook (\d\d) \}\}")
 
 
@@ -84,7 +86,8 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put quoted source and addresses of notebooks in."""
+    """Put quoted source, names of code and addresses of notebooks in."""
+    markdown = CODE.sub(lambda match: _code(match[1], match[2]), markdown)
     markdown = NOTEBOOK.sub(lambda match: _notebook(match[1]), markdown)
     return QUOTE.sub(lambda match: _quote(match[1], match[2]), markdown)
 
@@ -150,6 +153,12 @@ def _quote(module_name: str, symbol: str) -> str:
     code = "\n".join(lines[first - 1 : node.end_lineno])  # type: ignore[attr-defined]
     where = f"src/pagedlab/{path.relative_to(SOURCE)}, line {first}"
     return f'```python title="{where}" linenums="{first}"\n{inspect.cleandoc(code) if code[:1] == " " else code}\n```'
+
+
+def _code(module_name: str, symbol: str) -> str:
+    if find(module_name, symbol) is None:
+        raise ValueError(f"a page names pagedlab.{module_name}:{symbol}, which is gone")
+    return f"`{symbol}` in `{module_name.replace('.', '/')}.py`"
 
 
 def _events_page() -> str:
