@@ -22,6 +22,8 @@ from pagedlab.worker.input_batch import InputBatch
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 RUBBISH = 2**30  # a block id that no cache has
 
+torch.set_num_threads(1)  # the models are tiny: on a busy machine threads would only wait for each other
+
 
 class PagedDriver:
     def __init__(self, model_dir, *, dtype=torch.float32, backend="torch", block_size=16, num_blocks=64,
