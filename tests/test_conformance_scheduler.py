@@ -54,6 +54,12 @@ def test_all_429_recordings_replay_without_a_difference():
     assert {name: o.report for name, o in names_of_differences(documents).items()} == {}
 
 
+def test_cases_that_fuzzing_beside_the_real_scheduler_found_replay_without_a_difference():
+    documents = recordings_in("found_by_fuzzing")
+    assert set(documents) == {"window_of_one", "window_of_one_beside_full"}
+    assert {name: o.report for name, o in names_of_differences(documents.values()).items()} == {}
+
+
 def test_decisions_are_the_same_while_a_trace_is_recorded():
     from pagedlab.trace.tracer import tracing
 
@@ -298,9 +304,9 @@ def test_the_command_replays_the_folder_and_exits_0(monkeypatch, capsys):
     status, out, err = run_cli(monkeypatch, capsys, "conformance", DATA)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert sum(line.startswith("ok ") for line in lines) == 429
+    assert sum(line.startswith("ok ") for line in lines) == 431
     assert f"ignored {DATA / 'README.md'}" in lines
-    assert lines[-1] == "429 replayed (429 scheduler): 429 ok, 0 with a difference; 1 other files ignored."
+    assert lines[-1] == "431 replayed (431 scheduler): 431 ok, 0 with a difference; 1 other files ignored."
     assert any(line.startswith("ok   single_request  ") and line.endswith(".") for line in lines)
 
 

@@ -75,8 +75,10 @@ def _search_window(
     """Right to left, up to an unbroken run as long as the window looks back.
 
     Window 5 and block size 4: the next token looks back 4 tokens, so one cached block is enough,
-    and a table [·, ·, 9] is a hit of three blocks. At the very beginning a shorter run will do.
+    and a table [·, ·, 9] is a hit of three blocks. At the very beginning a shorter run will do. Window
+    1 looks back at nothing: a cached block sets the length of the hit and is then not taken.
     """
+    in_sight = blocks_in_sight(group)
     num_blocks = min(max_length // group.block_size, len(hashes))
     hit = [pool.null_block] * num_blocks
     run = 0
@@ -87,9 +89,10 @@ def _search_window(
             continue
         if run == 0 and (i + 1) * group.block_size % alignment:
             continue
-        hit[i] = block
+        if in_sight:
+            hit[i] = block
         run += 1
-        if run >= blocks_in_sight(group):
+        if run >= in_sight:
             return hit[: i + run]
     del hit[run:]
     while len(hit) * group.block_size % alignment:
