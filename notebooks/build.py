@@ -37,7 +37,7 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     NotebookClient(
-        notebook, timeout=TIMEOUT_S, kernel_name="python3", store_widget_state=False,
+        notebook, timeout=TIMEOUT_S, kernel_name="python3", store_widget_state=False, coalesce_streams=True,
         extra_arguments=["--IPKernelApp.log_level=ERROR"], resources={"metadata": {"path": str(HERE)}},
     ).execute()  # fmt: skip
     return notebook
@@ -117,7 +117,7 @@ def _joined(text: Any) -> str:
 
 def _preformatted(text: str) -> str:
     """Blank lines would end an HTML block in Markdown, so line ends are written as references."""
-    style = "overflow-x:auto;font-size:.85em;line-height:1.45"
+    style = "overflow-x:auto;font-size:13px;line-height:1.45"
     return f'<pre class="output" style="{style}">{escape(text.rstrip()).replace(chr(10), "&#10;")}</pre>'
 
 

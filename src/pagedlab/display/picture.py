@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from pagedlab.errors import UserError
+from pagedlab.trace.file import whole_file
 
 # The viewer's light theme and its owner colours (viewer/viewer.css, HUES in viewer/viewer.js); a test holds them equal.
 # A picture brings its own paper, so it reads the same on a dark page.
 COLOURS = {
-    "paper": "#fff", "ink": "#1b1f24", "dim": "#6b7280", "line": "#c9ced6", "wash": "#f4f5f7", "empty": "#fbfbfc",
+    "paper": "#fff", "ink": "#1b1f24", "dim": "#626975", "line": "#c9ced6", "wash": "#f4f5f7", "empty": "#fbfbfc",
     "cached": "#b9c2cf", "accent": "#c2410c", "alert": "#be123c",
     "prefill": "#0072b2", "recomputed": "#b45309", "decode": "#2f9e72",
     "queued": "#c9ced6", "preempted": "#be123c", "passed-over": "#8b93a1",
@@ -56,10 +57,9 @@ class Picture:
 
 def write_text(target: Path, text: str) -> Path:
     """All of it or nothing."""
-    temporary = target.with_name(target.name + ".part")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        with whole_file(target) as place:
+            place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {target} ({error.strerror}): choose another place.") from None
     return target
