@@ -14,12 +14,14 @@ import textwrap
 import pytest
 import zstandard
 
+from pagedlab.display.picture import write_text
 from pagedlab.errors import UserError
 from pagedlab.trace import file
 from pagedlab.trace.events import RequestConsidered, TextEmitted
 from pagedlab.trace.file import TraceFile, load_trace, save_trace
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
+from pagedlab.viewer.page import write_page
 from test_trace_fold import new_core, random_actions, recording
 
 
@@ -250,3 +252,26 @@ def test_a_process_that_dies_leaves_a_trace_that_opens(tmp_path, name, how):
     loaded = Trace.load(tmp_path / name)
     assert max(loaded.steps) > 1000
     assert [e.seq for e in loaded] == list(range(len(loaded)))
+
+
+@pytest.mark.parametrize("write", ["trace", "page", "picture"])
+def test_a_pipe_and_a_link_stay_what_they_are(events, tmp_path, write):
+    """As root, /dev/null would be replaced as well."""
+    def write_to(path):
+        if write == "trace":
+            save_trace(events, path)
+        elif write == "page":
+            write_page(Trace(events), path)
+        else:
+            write_text(path, "<svg/>")
+
+    os.mkfifo(tmp_path / "pipe.svg")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe.svg"], stdout=subprocess.PIPE)
+    write_to(tmp_path / "pipe.svg")
+    through_the_pipe = reader.communicate(timeout=60)[0]
+    (tmp_path / "real.svg").write_text("old")
+    (tmp_path / "link.svg").symlink_to("real.svg")
+    write_to(tmp_path / "link.svg")
+    assert (tmp_path / "link.svg").is_symlink() and (tmp_path / "pipe.svg").is_fifo()
+    assert len((tmp_path / "real.svg").read_bytes()) == len(through_the_pipe) > 3
+    assert len(os.listdir(tmp_path)) == 3

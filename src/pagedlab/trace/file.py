@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Union
 
@@ -119,23 +120,37 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Where to write so that ``target`` has all of it or nothing: a neighbour that then takes the name.
+
+    A link stays a link, and what is no regular file, such as a pipe or /dev/stdout, is written as it is.
+    """
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    target = Path(os.path.realpath(target))
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def save_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
-    """Write all of it, or nothing: to a neighbour that then takes the name.
+    """Write all of it, or nothing.
 
     Raises:
         UserError: the file cannot be written.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
     try:
-        with TraceFile(partial) as file:
+        with whole_file(target) as place, TraceFile(place) as file:
             for event in events:
                 file.append(event)
-        os.replace(partial, target)
     except OSError as error:
         raise UserError(f"cannot write the trace {target}: {error.strerror}.") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_trace(path: str | os.PathLike[str]) -> list[Event]:
