@@ -43,6 +43,27 @@ def test_a_missing_shard_is_named(sharded):
         load(sharded)
 
 
+@pytest.mark.parametrize("shard", [3, "../model.safetensors", "/etc/passwd", ""])
+def test_an_index_names_files_beside_it(sharded, shard):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(UserError, match="shards are files beside it"):
+        load(sharded)
+
+
+def test_a_header_that_nests_too_deep_is_refused(single):
+    deep = b"[" * 100_000
+    (single / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        load(single)
+
+
+def test_a_model_larger_than_the_memory_is_refused(single):
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps(config | {"vocab_size": 10**15}))
+    with pytest.raises(UserError, match="do not fit into the memory"):
+        load(single)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 200_000, 690_519])
 def test_a_shard_that_is_cut_off_is_named(sharded, keep):
     shard = sharded / "model-00001-of-00003.safetensors"

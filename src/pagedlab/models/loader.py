@@ -68,9 +68,20 @@ def load_model(
 def new_model(
     model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype, attention_backend: AttentionBackend
 ) -> Qwen3ForCausalLM:
-    """The model with uninitialised weights."""
+    """The model with uninitialised weights.
+
+    Raises:
+        UserError: they do not fit into the device's memory.
+    """
     model_class = Qwen3MoeForCausalLM if model_config.num_experts else Qwen3ForCausalLM
-    return model_class(model_config, attention_backend, dtype, device).eval()
+    try:
+        return model_class(model_config, attention_backend, dtype, device).eval()
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
+        if "memory" not in str(error):
+            raise
+        raise UserError(
+            f"the weights do not fit into the memory of this {device.type} device: choose a smaller model or dtype."
+        ) from None
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
@@ -79,8 +90,10 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UserError(f"{index} is not a safetensors index: it needs a weight_map.") from None
+        if strange := [n for n in shards if not isinstance(n, str) or not n or Path(n).name != n]:
+            raise UserError(f"{index} names a shard {strange[0]!r}: shards are files beside it.")
     elif (model_dir / SINGLE_NAME).is_file():
         shards = [SINGLE_NAME]
     else:
@@ -108,7 +121,7 @@ def _read_header(shard: Path) -> dict[str, dict[str, Any]]:
         assert all({"shape", "dtype"} <= tensor.keys() for tensor in header.values())
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, AssertionError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, AssertionError, RecursionError):
         raise UserError(f"{shard} is not a safetensors file.") from None
     if size != needed:
         raise UserError(f"{shard} is cut off or damaged: it has {size} bytes where its header promises {needed}.")
