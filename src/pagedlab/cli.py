@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -76,6 +77,7 @@ def main() -> None:
     except _ClickException as error:
         _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses it again meanwhile sees no traceback
         raise SystemExit(130) from None
     except BrokenPipeError:
         _end_quietly()
