@@ -16,6 +16,8 @@ from invariants import Watched
 from pagedlab.errors import UserError
 from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
+from pagedlab.scenarios.library import load_scenario
+from pagedlab.scenarios.run import run
 from pagedlab.sched.policy import FirstComeFirstServed, Policy, Priority, resolve_policy
 from pagedlab.sched.waiting_queue import WaitingQueue
 from pagedlab.trace.events import RequestConsidered, RequestPreempted
@@ -240,3 +242,14 @@ def test_a_policy_that_is_none_is_one_sentence(name, complaint):
     with pytest.raises(UserError) as error:
         resolve_policy(name)
     assert complaint in str(error.value) and "\n" not in str(error.value)
+
+
+class ChoosesNobody(ShortestPromptFirst):
+    def victim(self, running, needing):
+        return None
+
+
+def test_a_policy_that_chooses_who_does_not_run_is_one_sentence():
+    scenario = load_scenario("self-preemption").with_config(policy=f"{__name__}:ChoosesNobody")
+    with pytest.raises(UserError, match="the policy chose None as victim, which does not run"):
+        run(scenario)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagedlab.config import SchedulerConfig
+from pagedlab.errors import UserError
 from pagedlab.kv.manager import KVCacheManager
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.request import Request, RequestStatus
@@ -192,6 +193,9 @@ class Scheduler:
         0.14.1 fault: a victim before ``needing`` that had no tokens left to compute returns 0, so the scan
         passes over one request. Only a prompt of ``max_model_len`` tokens gets there, and the door refuses it.
         """
+        if victim not in self.running:
+            chosen = getattr(victim, "request_id", victim)
+            raise UserError(f"the policy chose {chosen} as victim, which does not run: choose one of the running list.")
         pool = self.kv_cache_manager.block_pool
         num_free_before, num_tokens_lost = pool.num_free_blocks, victim.num_computed_tokens
         block_ids = self.kv_cache_manager.get_block_ids(victim.request_id) if trace.decisions else ()
