@@ -347,6 +347,17 @@ class _Packer:
             numbers = itertools.chain.from_iterable(self.rows[first : first + STEPS_PER_ROW_CHUNK])
             self.packed.chunks[f"rows{first // STEPS_PER_ROW_CHUNK}"] = _deflate(_varints(numbers))
 
+    def _groups(self, config: KvConfig | None) -> list[dict[str, Any]]:
+        """What each KV-cache group keeps; without a model, as far as its window says."""
+        if config is not None:
+            return [
+                {"kind": g.kind_of_attention, "window": g.sliding_window, "layers": g.layers} for g in config.groups
+            ]
+        return [
+            {"kind": "sliding_window" if window else "full", "window": window, "layers": []}
+            for window in self.state.sliding_windows
+        ]
+
     def _table_widths(self, config: KvConfig | None) -> list[int | None]:
         """K of each group's block table: as many columns as the longest request needs blocks."""
         longest = config.max_model_len if config else self.trace.header.config.get("max_model_len")
@@ -364,10 +375,7 @@ class _Packer:
             "engine": self.state.engine,
             "num_blocks": self.state.num_blocks,
             "block_sizes": self.state.block_sizes,
-            "groups": [
-                {"kind": g.kind_of_attention, "window": g.sliding_window, "layers": g.layers}
-                for g in (config.groups if config else ())
-            ],
+            "groups": self._groups(config),
             "table_widths": self._table_widths(config),
             "steps_per_row_chunk": STEPS_PER_ROW_CHUNK if self.designs else 0,
             "is_complete": any(type(e) is TraceFinished for e in self.trace.events),

@@ -11,6 +11,9 @@ const SPEEDS = [1, 2, 5, 10, 30];
 const REST_MS = 30;       // a scrubber that stands still so long has come to rest
 const MANY_REQUESTS = 12; // beyond this, one block table at a time
 const MOST_CHIPS = 24;    // of one queue
+const MOST_BLOCKS = 24;   // of one table
+const MOST_CELLS = 64;    // of one block
+const STATUS_WORDS = { done: "computed in an earlier step", now: "computed in this step", known: "known, not computed yet", empty: "free place" };
 const DESIGNS = /** @type {const} */ ({ "persistent": "persistent batch", "state-table": "request-state table" });
 
 /** Control, direction and format characters as visible symbols. @param {unknown} value */
@@ -143,7 +146,7 @@ class Viewer {
 
   async play() {
     this.playing = !this.playing;
-    this.playButton.textContent = this.playing ? "❚❚" : "▶\uFE0E";
+    this.playButton.textContent = this.playing ? "pause" : "play";
     this.playButton.setAttribute("aria-label", this.playing ? "pause" : "play");
     while (this.playing && this.cursor.event < this.meta.num_events - 1) {
       const start = performance.now();
@@ -157,13 +160,31 @@ class Viewer {
   // ---------------------------------------------------------------- the page
 
   build() {
-    const { header } = this.meta;
-    const name = header.model.name ?? "no model";
-    this.playButton = el("button", { class: "play", "aria-label": "play", title: "play (space)", onclick: () => this.play() }, "▶\uFE0E");
-    /** @param {string} label @param {string} title @param {() => void} go */
-    const button = (label, title, go) => el("button", { title, "aria-label": title, onclick: go }, label);
-    this.speedSelect = el("select", { "aria-label": "steps per second", onchange: () => { this.speed = Number(this.speedSelect.value); } },
-      ...SPEEDS.map((s) => el("option", { value: s }, `${s}/s`)));
+    this.makePlaces();
+    const panel = (/** @type {string} */ title, /** @type {string} */ area, /** @type {Node[]} */ ...content) =>
+      el("section", { class: `panel ${area}` }, el("h2", {}, title), ...content);
+    const name = this.meta.header.model.name ?? "no model";
+    this.main = el("div", { class: "viewer", tabindex: -1 },
+      el("header", {},
+        el("h1", {}, "pagedlab"), el("span", { class: "about" }, show(`${name} · ${this.aboutLine()}`)),
+        el("button", { class: "theme", title: "light or dark (t)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐")),
+      this.controls(),
+      panel("Tokens per step against the budget, and blocks in use", "time", el("div", { class: "under" }, this.timeline, this.timeHead), this.timeLegend()),
+      panel("Requests through time", "lane", el("div", { class: "scroll" }, el("div", { class: "under" }, this.lanes, this.laneHead, this.laneMark)), this.laneLegend()),
+      panel("Queues", "queue", this.queues),
+      panel("Block pool, in physical order", "grid", this.poolLegend(), this.pool, this.poolNote, this.story),
+      panel("Block tables", "table", this.tables),
+      panel("Token lens: from token to slot", "token", this.lens),
+      panel("What the kernels report", "kernel", this.writes),
+      panel("Events of this step", "event", this.filterBox, this.list, this.raw,
+        el("p", { class: "note keys" }, "Keys: ← → event · shift + ← → step · home, end · space plays · t light or dark · esc forgets what was chosen · in the lanes and in the pool, arrow keys choose.")),
+      this.arrows);
+    this.root.append(this.main);
+    this.listen();
+  }
+
+  /** The places that are filled again and again. */
+  makePlaces() {
     this.position = el("output", { class: "position", "aria-live": "polite" });
     this.timeline = el("canvas", { class: "timeline", tabindex: 0, role: "slider", "aria-label": "steps", "aria-valuemin": 0, "aria-valuemax": this.steps - 1 });
     this.timeHead = el("div", { class: "playhead" });
@@ -179,43 +200,36 @@ class Viewer {
     this.writes = el("div", { class: "writes" });
     this.list = el("div", { class: "events", role: "listbox", tabindex: 0, "aria-label": "events of this step" });
     this.raw = el("pre", { class: "raw" });
-    this.filterBox = el("input", { type: "search", placeholder: "filter: kind, request or block", "aria-label": "filter events", oninput: () => { this.filter = this.filterBox.value.trim(); this.drawEvents(); } });
+    const filter = () => { this.filter = this.filterBox.value.trim(); this.drawEvents(); };
+    this.filterBox = el("input", { type: "search", placeholder: "filter: kind, request or block", "aria-label": "filter events", oninput: filter });
     this.arrows.setAttribute("class", "arrows");
     this.arrows.setAttribute("aria-hidden", "true");
-    const panel = (/** @type {string} */ title, /** @type {string} */ area, /** @type {Node[]} */ ...content) =>
-      el("section", { class: `panel ${area}` }, el("h2", {}, title), ...content);
-    const about = this.aboutLine();
-    this.main = el("div", { class: "viewer", tabindex: -1 },
-      el("header", {},
-        el("h1", {}, "pagedlab"), el("span", { class: "about" }, show(`${name} · ${about}`)),
-        el("button", { class: "theme", title: "light or dark (t)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐")),
-      el("nav", { "aria-label": "time" },
-        button("⏮\uFE0E", "first step (home)", () => { this.settled = this.goto(this.lastEventOf(0)); }),
-        button("◀\uFE0E◀\uFE0E", "step back (shift + left)", () => this.moveSteps(-1)),
-        button("◀\uFE0E", "event back (left)", () => { this.settled = this.goto(this.goal - 1); }),
-        this.playButton,
-        button("▶\uFE0E|", "event on (right)", () => { this.settled = this.goto(this.goal + 1); }),
-        button("▶\uFE0E▶\uFE0E", "step on (shift + right)", () => this.moveSteps(1)),
-        button("⏭\uFE0E", "last step (end)", () => { this.settled = this.goto(this.meta.num_events - 1); }),
-        this.speedSelect, this.position),
-      panel("Tokens per step against the budget, and blocks in use", "time", el("div", { class: "under" }, this.timeline, this.timeHead), this.timeLegend()),
-      panel("Requests through time", "lane", el("div", { class: "scroll" }, el("div", { class: "under" }, this.lanes, this.laneHead, this.laneMark)), this.laneLegend()),
-      panel("Queues", "queue", this.queues),
-      panel("Block pool, in physical order", "grid", this.poolLegend(), this.pool, this.poolNote, this.story),
-      panel("Block tables", "table", this.tables),
-      panel("Token lens: from token to slot", "token", this.lens),
-      panel("What the kernels report", "kernel", this.writes),
-      panel("Events of this step", "event", this.filterBox, this.list, this.raw),
-      this.arrows);
-    this.root.append(this.main);
-    this.listen();
+  }
+
+  /** The row of buttons that move through time. */
+  controls() {
+    /** @param {string} label @param {string} title @param {() => void} go */
+    const button = (label, title, go) => el("button", { title, "aria-label": title, onclick: go }, label);
+    const to = (/** @type {() => number} */ event) => () => { this.settled = this.goto(event()); };
+    this.playButton = el("button", { class: "play", "aria-label": "play", title: "play (space)", onclick: () => this.play() }, "play");
+    this.speedSelect = el("select", { "aria-label": "steps per second", onchange: () => { this.speed = Number(this.speedSelect.value); } },
+      ...SPEEDS.map((s) => el("option", { value: s }, `${s}/s`)));
+    return el("nav", { "aria-label": "time" },
+      button("|◀", "first step (home)", to(() => this.lastEventOf(0))),
+      button("◀\uFE0E◀\uFE0E", "step back (shift + left)", () => this.moveSteps(-1)),
+      button("◀\uFE0E", "event back (left)", to(() => this.goal - 1)),
+      this.playButton,
+      button("▶\uFE0E", "event on (right)", to(() => this.goal + 1)),
+      button("▶\uFE0E▶\uFE0E", "step on (shift + right)", () => this.moveSteps(1)),
+      button("▶|", "last step (end)", to(() => this.meta.num_events - 1)),
+      this.speedSelect, this.position);
   }
 
   aboutLine() {
     const { model, config } = this.meta.header;
     const parts = [];
     if (model.num_hidden_layers) parts.push(`${model.num_hidden_layers} layers`);
-    parts.push(`${this.meta.num_blocks - 1} usable blocks of ${this.meta.block_sizes.join(" and ")} tokens (and the null block)`);
+    parts.push(`${this.meta.num_blocks - 1} usable blocks of ${[...new Set(this.meta.block_sizes)].join(" and ")} tokens (and the null block)`);
     if (config.policy) parts.push(String(config.policy));
     parts.push(`recorded at ${this.meta.header.record}`);
     if (!this.meta.is_complete) parts.push("the trace has no end: it was cut, or still being recorded");
@@ -424,7 +438,7 @@ class Viewer {
         context.fillStyle = colour(kind);
         const from = y(tokens), to = y(tokens + c[kind][i]);
         context.fillRect(i * bar, to, Math.max(bar - (bar > 4 ? 1 : 0), 0.5), from - to);
-        if (kind === "prefill" && bar > 5) hatch(context, i * bar, to, bar - 1, from - to, colour("paper"));
+        if (kind !== "decode" && bar > 5) hatch(context, i * bar, to, bar - 1, from - to, colour("paper"));
         tokens += c[kind][i];
       }
       if (c.preempted[i]) {
@@ -513,7 +527,7 @@ class Viewer {
   cameFrom() {
     /** @type {Map<string, string>} */ const from = new Map();
     for (const r of this.past()) {
-      if (r.kind === "request_added") from.set(r.request_id, "outside");
+      if (r.kind === "request_added") from.set(r.request_id, "new");
       if (r.kind === "request_considered" && r.outcome === "scheduled" && r.queue === "waiting") from.set(r.request_id, "waiting");
       if (r.kind === "request_preempted") from.set(r.request_id, "running");
     }
@@ -528,7 +542,8 @@ class Viewer {
     const column = (/** @type {string} */ name, /** @type {number[]} */ queue) => {
       const items = queue.slice(0, MOST_CHIPS).map((request) => {
         const { id } = this.meta.requests[request];
-        const came = from.has(id) && from.get(id) !== name ? `from ${from.get(id)}` : "";
+        const origin = from.get(id);
+        const came = origin === "new" ? "just arrived" : origin && origin !== name ? `from ${origin}` : "";
         return this.chip(request, [came, said.get(id) ?? rest[name] ?? ""].filter(Boolean).join(": "));
       });
       const chosen = this.request !== null && queue.indexOf(this.request) >= MOST_CHIPS ? `, ${this.meta.requests[this.request].id} among them` : "";
@@ -722,38 +737,62 @@ class Viewer {
     requestAnimationFrame(() => this.drawArrows());
   }
 
-  /** @param {number} request */
+  /** A request and its block tables, one per KV-cache group. @param {number} request */
   tableOf(request) {
-    const { state } = this.cursor;
-    const info = this.meta.requests[request], r = state.request(request);
+    const info = this.meta.requests[request], r = this.cursor.state.request(request);
     const scheduled = this.past().find((e) => e.kind === "step_scheduled")?.num_scheduled_tokens[info.id] ?? 0;
-    const from = r.computed - scheduled;
-    const groups = r.tables.map((table, group) => {
-      const size = this.meta.block_sizes[group];
-      const start = table.length > 24 ? Math.max(0, Math.min(table.length - 24, Math.floor(from / size) - 4)) : 0;
-      const blocks = table.slice(start, start + 24).map((block, i) => {
-        const logical = start + i;
-        const cells = [];
-        for (let offset = 0; offset < Math.min(size, 64); offset += 1) {
-          const position = logical * size + offset;
-          const status = position >= r.computed ? (position < r.known ? "known" : "empty") : position >= from ? "now" : "done";
-          const gone = block === 0 ? " gone" : "";
-          const text = position < r.known ? this.textAt(request, position) : "";
-          const chosenToken = this.token && this.token.request === request && this.token.position === position ? " chosen" : "";
-          cells.push(el("button", { class: `cell ${status}${gone}${chosenToken}`, title: `position ${position}, offset ${offset}, ${block ? `slot ${block * size + offset}` : "out of the window"}`, disabled: position >= r.known, "data-position": position, onclick: () => { this.chooseToken(request, position); } }, text || "·"));
-        }
-        return el("div", { class: `block${block === this.block ? " chosen" : ""}`, "data-block": block },
-          el("button", { class: "head", style: block ? `--owner:${hue(request)}` : "", onclick: () => this.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
-          el("div", { class: "cells" }, ...cells));
-      });
-      const kind = this.meta.groups[group]?.kind;
-      const label = r.tables.length > 1 ? `group ${group}${kind ? ` (${kind.replace("_", " ")}${this.meta.groups[group].window ? `, window ${this.meta.groups[group].window}` : ""})` : ""}, blocks of ${size}` : "";
-      const cut = table.length > 24 ? `blocks ${start} to ${start + 23} of ${table.length}` : "";
-      return el("div", { class: "group" }, ...(label || cut ? [el("small", {}, [label, cut].filter(Boolean).join(", "))] : []), el("div", { class: "blocks" }, ...blocks));
-    });
+    const now = scheduled ? `, ${scheduled} of them in this step` : "";
+    const groups = r.tables.map((_, group) => this.groupOf(request, group, r.computed - scheduled));
     return el("div", { class: "request", "data-request": info.id },
-      el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${r.known} tokens computed${scheduled ? `, ${scheduled} of them in this step` : ""}`)),
+      el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${r.known} tokens computed${now}`)),
       el("div", { class: "groups" }, ...groups));
+  }
+
+  /** One table, or the part of it around the first token of this step.
+   * @param {number} request @param {number} group @param {number} from position of that token */
+  groupOf(request, group, from) {
+    const table = this.cursor.state.request(request).tables[group];
+    const size = this.meta.block_sizes[group];
+    const isCut = table.length > MOST_BLOCKS;
+    const start = isCut ? Math.max(0, Math.min(table.length - MOST_BLOCKS, Math.floor(from / size) - 4)) : 0;
+    const blocks = table.slice(start, start + MOST_BLOCKS).map((block, i) => this.blockOf(request, group, start + i, block, from));
+    const notes = [];
+    if (this.meta.block_sizes.length > 1) notes.push(`${this.groupName(group)}, blocks of ${size}`);
+    if (isCut) notes.push(`blocks ${start} to ${start + MOST_BLOCKS - 1} of ${table.length}`);
+    return el("div", { class: "group" }, ...(notes.length ? [el("small", {}, notes.join(", "))] : []), el("div", { class: "blocks" }, ...blocks));
+  }
+
+  /** @param {number} group */
+  groupName(group) {
+    const { kind, window } = this.meta.groups[group] ?? {};
+    const about = [kind?.replace("_", " "), window && `window ${window}`].filter(Boolean).join(", ");
+    return `group ${group}${about ? ` (${about})` : ""}`;
+  }
+
+  /** A logical block with the tokens in it.
+   * @param {number} request @param {number} group @param {number} logical @param {number} block 0: left the window
+   * @param {number} from */
+  blockOf(request, group, logical, block, from) {
+    const size = this.meta.block_sizes[group];
+    const cells = Array.from({ length: Math.min(size, MOST_CELLS) }, (_, offset) => this.cellOf(request, logical * size + offset, block, size, from));
+    if (size > MOST_CELLS) cells.push(el("span", { class: "note" }, `… ${size - MOST_CELLS} more`));
+    return el("div", { class: `block${block === this.block ? " chosen" : ""}`, "data-block": block },
+      el("button", { class: "head", title: block ? `block ${block}: its life` : "the null block: this part left the window", onclick: () => this.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
+      el("div", { class: "cells" }, ...cells));
+  }
+
+  /** One place for a token: computed earlier, in this step, known but not computed, or empty.
+   * @param {number} request @param {number} position @param {number} block @param {number} size @param {number} from */
+  cellOf(request, position, block, size, from) {
+    const r = this.cursor.state.request(request);
+    const isKnown = position < r.known;
+    const status = position >= r.computed ? (isKnown ? "known" : "empty") : position >= from ? "now" : "done";
+    const isChosen = this.token?.request === request && this.token.position === position;
+    const where = block ? `slot ${block * size + (position % size)}` : "out of the window";
+    return el("button", {
+      class: `cell ${status}${block ? "" : " gone"}${isChosen ? " chosen" : ""}`, disabled: !isKnown, "data-position": position,
+      title: `position ${position}, offset ${position % size}, ${where}, ${STATUS_WORDS[status]}`, onclick: () => this.chooseToken(request, position),
+    }, isKnown ? this.textAt(request, position) || "·" : "·");
   }
 
   /** @param {number} request @param {number} position */
@@ -864,13 +903,18 @@ class Viewer {
     return el("div", { class: "links", "data-design": place?.design ?? "" }, ...links.flatMap((l, i) => (i ? [el("span", { class: "to", "aria-hidden": "true" }, "→"), l] : [l])));
   }
 
-  /** The last token of this step's batch, so that the lens is never empty while something runs. */
+  /** The last token of this step's batch, so that the lens is never empty while something runs; where the batch
+   * was not recorded, the last one of the request shown. */
   lastToken() {
     const map = this.past().filter((e) => e.kind === "slots_mapped").pop();
-    if (!map || !map.token.length) return null;
-    const i = map.token.length - 1;
-    const request = this.meta.requests.findIndex((/** @type {any} */ r) => r.id === map.request_id[i]);
-    return { request, position: map.position[i] };
+    if (map?.token.length) {
+      const i = map.token.length - 1;
+      const request = this.meta.requests.findIndex((/** @type {any} */ r) => r.id === map.request_id[i]);
+      return { request, position: map.position[i] };
+    }
+    const request = this.shownRequest();
+    const r = request === null ? undefined : this.cursor.state.requests.get(request);
+    return request === null || !r?.computed ? null : { request, position: r.computed - 1 };
   }
 
   /** Byte offsets of a slot in one layer's buffer [2, blocks, block_size, kv_heads, head_dim].
@@ -896,7 +940,7 @@ class Viewer {
       ...written.map((e) => el("option", { value: e.layer, selected: e === log }, show(e.layer))));
     this.writes.replaceChildren(
       el("label", { class: "note" }, "layer ", select),
-      el("p", { class: "note" }, show(`Written by ${log.source}: ${log.slot.length} slots. A cell shows the beginning of its checksum; · was not written in this step.`)),
+      el("p", { class: "note" }, show(`Written by ${log.source}: ${log.slot.length} slot${log.slot.length === 1 ? "" : "s"}. A cell shows the beginning of its checksum; · was not written in this step.`)),
       this.writtenBlocks(log), ...this.readsOf(log));
   }
 
@@ -929,15 +973,16 @@ class Viewer {
     const isQuery = this.recordedPlace(chosen.request, chosen.position, log.group) !== null;
     const window = this.meta.groups[log.group]?.window ?? Infinity;
     const size = this.meta.block_sizes[log.group], table = r.tables[log.group];
+    const cell = (/** @type {number} */ position) => {
+      const isSeen = position <= chosen.position && position > chosen.position - window;
+      const title = `position ${position}: ${isSeen ? "this query sees it" : "masked"}`;
+      return el("span", { class: `cell ${isSeen ? "seen" : "masked"}`, title }, position < r.known ? this.textAt(chosen.request, position) : "·");
+    };
     const drawn = read.block_ids.slice(0, 32).map((/** @type {number} */ block) => {
-      const logical = table.indexOf(block);
-      const cells = Array.from({ length: size }, (_, offset) => {
-        const position = logical * size + offset;
-        const seen = position <= chosen.position && position > chosen.position - window;
-        const known = position < r.known;
-        return el("span", { class: `cell ${seen ? "seen" : "masked"}`, title: seen ? `position ${position}: this query sees it` : `position ${position}: masked` }, known ? this.textAt(chosen.request, position) : "·");
-      });
-      return el("div", { class: "block read", "data-block": block }, el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`), el("div", { class: "cells" }, ...cells));
+      const first = table.indexOf(block) * size;
+      return el("div", { class: "block read", "data-block": block },
+        el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`),
+        el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => cell(first + offset))));
     });
     const query = isQuery ? `The query at position ${chosen.position} of ${id}` : `No query at position ${chosen.position} of ${id} ran in this step; one there`;
     return [
