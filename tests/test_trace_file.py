@@ -232,15 +232,19 @@ def test_a_process_that_dies_leaves_a_trace_that_opens(tmp_path, name, how):
         import random, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from test_trace_fold import new_core, random_actions
+        from pagedlab.engine.interrupt import Interrupts
         from pagedlab.trace.file import TraceFile
         from pagedlab.trace.tracer import trace
         core = new_core(9)
         with TraceFile({str(tmp_path / name)!r}) as sink:
             trace.start(sink, record="blocks")
+            interrupts = Interrupts()  # as LLM does: Ctrl-C acts between steps, so no record is half on its way
             try:
-                for i, _ in enumerate(random_actions(random.Random(1), core, 10**9)):
-                    if i == 2000:
-                        print("going", flush=True)
+                with interrupts:
+                    for i, _ in enumerate(random_actions(random.Random(1), core, 10**9)):
+                        if i == 2000:
+                            print("going", flush=True)
+                        interrupts.raise_if_came()
             finally:
                 trace.stop()
     """
