@@ -105,6 +105,13 @@ def test_workers_that_disagree_about_a_layer_are_refused():
         get_kv_cache_configs([{"l0": FULL}, {"l0": WINDOW}], [GIB, GIB], max_model_len=64)
 
 
+@pytest.mark.parametrize("num_kv_heads", [8, 4])  # equal pages, unequal ones
+def test_a_worker_without_a_layer_is_refused(num_kv_heads):
+    stages = [{"l0": FULL, "l1": AttentionSpec(16, num_kv_heads, 128, "bfloat16")}, {}]
+    with pytest.raises(InconsistentWorkers, match="no layer"):
+        get_kv_cache_configs(stages, [GIB, GIB], max_model_len=64)
+
+
 def test_pages_that_do_not_divide_name_both_sizes():
     with pytest.raises(UnequalPages, match=r"24,576.*65,536"):
         get_kv_cache_groups({"l0": FULL, "l1": AttentionSpec(16, 3, 128, "bfloat16", sliding_window=64)})

@@ -278,7 +278,7 @@ def _groups_of_worker(groups: tuple[KVCacheGroupSpec, ...], specs: Specs) -> tup
     stages, so each stage counts its blocks with the bytes of the whole model.
     """
     own = tuple(replace(g, layer_names=tuple(n for n in g.layer_names if n in specs)) for g in groups)
-    if groups and not groups[0].layer_specs and not specs:
+    if groups and not specs:  # 0.14.1 ends on an assertion, or divides by zero where pages are unequal
         raise InconsistentWorkers("a worker has no layer while others have some: give every worker a layer.")
     return own
 
