@@ -1,8 +1,11 @@
 """The viewer in a real Chromium: what it shows is what the trace says."""
 
 import gzip
+import importlib.util
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from pagedlab.viewer import page as viewer_page
 from pagedlab.viewer.pack import pack
 from pagedlab.viewer.page import write_page
 
+ROOT = Path(__file__).parent.parent
 RECORDINGS = Path(__file__).parent / "data" / "conformance" / "scheduler"
 HOSTILE = [
     "</script><script>window.pwned = 1</script>",
@@ -491,6 +495,62 @@ def test_it_fits_a_phone_a_tablet_and_a_projector(browser, tmp_path, width, sche
     background = page.tab.evaluate("getComputedStyle(viewer.main).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
     page.close()
+
+
+def test_play_goes_on_by_itself_and_stops(browser, tmp_path):
+    path = tmp_path / "play.html"
+    write_page(stored("mixed-batch"), path)
+    page = Page(browser, path, bypass_csp=True)
+    page.tab.evaluate("async () => { viewer.speed = 30; await viewer.goto(0); viewer.main.focus(); }")
+    page.tab.keyboard.press("Space")
+    page.tab.wait_for_function("viewer.stepIndex(viewer.cursor.event) >= 3")
+    page.tab.keyboard.press("Space")
+    assert page.tab.evaluate("viewer.playing") is False
+    page.tab.evaluate("viewer.goto(viewer.meta.num_events - 1)")
+    page.tab.evaluate("viewer.play()")
+    page.tab.wait_for_function("viewer.playing === false")
+    page.close()
+
+
+def test_a_crowd_is_shown_as_it_is(browser, tmp_path):
+    """256 requests, the benchmark's run in small: states at random events, the chips counted, words for the rest."""
+    spec = importlib.util.spec_from_file_location("bench_viewer", ROOT / "benchmarks" / "viewer.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    trace = bench.record(num_requests=256, num_blocks=2000, num_steps=120)
+    path = tmp_path / "crowd.html"
+    assert write_page(trace, path) < 4 << 20
+    page = Page(browser, path)
+    count = len(shown_events(trace))
+    assert_states_equal(page, trace, random.Random(1).sample(range(count), 8))
+    state = trace.at()
+    page.goto(count - 1)
+    for name, queue in (("waiting", state.waiting), ("running", state.running)):
+        column = page.inside(f'[data-queue="{name}"]')
+        assert f"{name} ({len(queue)})" in column.inner_text()
+        chips = [c.get_attribute("data-request") for c in column.locator(".chip").all()]
+        assert chips == queue[:24]
+        assert (f"{len(queue) - 24} more" in column.inner_text()) == (len(queue) > 24)
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"", "it is empty"),
+        (b"hello\n", "its first line is not a trace header"),
+        (b'{"kind":"trace_header","seq":0,"format":"pagedlab-trace","version":[9,0]}\n', "trace format 9.0"),
+    ],
+)
+def test_the_command_refuses_what_is_not_a_trace_in_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedlab", "view", str(path)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not path.with_suffix(".html").exists()
 
 
 def test_bad_input_is_one_sentence_and_leaves_no_file(tmp_path, monkeypatch):
