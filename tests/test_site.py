@@ -2,12 +2,14 @@
 
 import functools
 import gzip
+import html
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from dataclasses import fields
 from html.parser import HTMLParser
@@ -147,13 +149,24 @@ def test_a_link_to_a_notebook_that_is_gone_is_refused():
 
 
 def test_code_is_quoted_as_it_stands(site):
-    source = (ROOT / "src" / "pagedlab" / "engine" / "core.py").read_text()
-    start = source.index("    def step(self)")
-    first_line = source[:start].count("\n") + 1
+    lines = (ROOT / "src" / "pagedlab" / "engine" / "core.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if "def step(self)" in line)
+    last = next(i for i in range(first + 1, len(lines)) if lines[i].strip() and not lines[i].startswith("        "))
     page = text_of(site, "reading")
-    assert f"src/pagedlab/engine/core.py, line {first_line}" in page
-    plain = re.sub(r"<[^>]+>", "", page)
-    assert "def step(self)" in plain
+    assert f"src/pagedlab/engine/core.py, line {first + 1}" in page
+    shown = html.unescape(re.sub(r"<[^>]+>", "", page))
+    assert textwrap.dedent("\n".join(lines[first:last])).strip() in shown
+
+
+def test_every_fault_on_its_page_is_marked_in_the_code_it_names():
+    text = (ROOT / "walkthrough" / "known-faults.md").read_text()
+    named = set(re.findall(r"\{\{ code ([\w.]+):([\w.]+) \}\}", text))
+    assert len(named) >= 6
+    for module, symbol in named:
+        path = ROOT / "src" / "pagedlab" / f"{module.replace('.', '/')}.py"
+        node = hooks().find(module, symbol)
+        source = "\n".join(path.read_text().splitlines()[node.lineno - 1 : node.end_lineno])
+        assert "0.14.1" in source or module == "engine.guards", symbol
 
 
 def test_the_event_table_lists_every_event_class(site):

@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import json
 import re
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def _quote(module_name: str, symbol: str) -> str:
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])  # type: ignore[attr-defined]
     code = "\n".join(lines[first - 1 : node.end_lineno])  # type: ignore[attr-defined]
     where = f"src/pagedlab/{path.relative_to(SOURCE)}, line {first}"
-    return f'```python title="{where}" linenums="{first}"\n{inspect.cleandoc(code) if code[:1] == " " else code}\n```'
+    return f'```python title="{where}" linenums="{first}"\n{textwrap.dedent(code)}\n```'
 
 
 def _code(module_name: str, symbol: str) -> str:
