@@ -254,6 +254,10 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
         assert said["table index"] == str(mapped.table_index[i])
         assert said["block"] == str(mapped.block_id[i])
         assert said["slot"] == str(mapped.slot[i])
+        page.tab.evaluate("new Promise(requestAnimationFrame)")
+        assert [a.get_attribute("data-block") for a in page.inside(".arrows .lit").all()] == [said["block"]]
+        assert page.tab.evaluate("viewer.litBlocks()") == [mapped.block_id[i]]
+        assert page.inside(".chip.lit").get_attribute("data-request") == request_id
         batch_row = ordered.request_ids.index(request_id)
         assert said["batch row"] == str(batch_row)
         assert said["state row"] == str(ordered.idx_mapping[batch_row] if ordered.idx_mapping else mapped.row[i])

@@ -331,6 +331,8 @@ class Viewer {
   /** @param {number} request @param {number} position */
   chooseToken(request, position) {
     this.token = { request, position };
+    this.drawPool();
+    this.drawQueues();
     this.drawTables();
     this.drawLens();
     this.drawWrites();
@@ -575,6 +577,7 @@ class Viewer {
     if (chip.why.textContent !== text) chip.why.textContent = text;
     chip.mark.hidden = r.status !== 2;
     chip.button.classList.toggle("chosen", isChosen);
+    chip.button.classList.toggle("lit", this.token?.request === request);
     chip.button.setAttribute("aria-pressed", String(isChosen));
     return chip.item;
   }
@@ -630,7 +633,7 @@ class Viewer {
     if (this.showOrder) state.freeQueue().forEach((block, place) => { order[block] = place + 1; });
     const shown = this.shownRequest();
     const mine = new Set(shown === null ? [] : (state.requests.get(shown)?.tables ?? []).flat());
-    const read = this.readBlocks();
+    const read = this.readBlocks(), lit = new Set(this.litBlocks());
     if (isFresh || !this.cells) this.cells = new Float64Array(state.numBlocks).fill(-1); // what each cell shows now
     const counts = { null: 0, free: 0, cached: 0, "in use": 0, shared: 0 };
     const names = /** @type {(keyof typeof counts)[]} */ (Object.keys(counts));
@@ -639,8 +642,8 @@ class Viewer {
       const is = block === 0 ? 0 : refs > 1 ? 4 : refs ? 3 : state.hashed[block] ? 2 : 1;
       counts[names[is]] += 1;
       const place = this.showOrder ? order[block] : 0;
-      const marks = (mine.has(block) ? 1 : 0) + (read.has(block) ? 2 : 0) + (block === this.block ? 4 : 0);
-      const key = (((owners[block] + 1) * 16384 + place) * 64 + Math.min(refs, 63)) * 64 + marks * 8 + is;
+      const marks = (mine.has(block) ? 1 : 0) + (read.has(block) ? 2 : 0) + (block === this.block ? 4 : 0) + (lit.has(block) ? 8 : 0);
+      const key = (((owners[block] + 1) * (state.numBlocks + 1) + place) * 64 + Math.min(refs, 63)) * 128 + marks * 8 + is;
       if (this.cells[block] === key) continue;
       this.cells[block] = key;
       const x = (block % columns) * size, y = Math.floor(block / columns) * size;
@@ -683,7 +686,19 @@ class Viewer {
       context.fillStyle = this.colour("accent");
       context.fillRect(x, y + s - Math.max(2, s / 6), s, Math.max(2, s / 6));
     }
+    if (marks & 8) { // the chosen token's block
+      outline(this.colour("paper"), 1, 2.5);
+      outline(this.colour("ink"), 3, 1);
+    }
     if (marks & 4) outline(this.colour("alert"), 2.5, 1);
+  }
+
+  /** The blocks that hold the chosen token, one per KV-cache group. */
+  litBlocks() {
+    if (!this.token) return [];
+    const { request, position } = this.token;
+    const tables = this.cursor.state.requests.get(request)?.tables ?? [];
+    return tables.map((table, group) => table[Math.floor(position / this.meta.block_sizes[group])]).filter((block) => block);
   }
 
   /** Blocks that the attention kernel reported to have read, for the request shown. */
@@ -802,25 +817,35 @@ class Viewer {
     return show(text === undefined ? `#${token}` : text);
   }
 
-  /** From the blocks of the first table to their cells in the pool. */
+  /** From blocks of the first table, and from the chosen token, to their cells in the pool. */
   drawArrows() {
     this.arrows.replaceChildren();
-    const { size, columns } = this.poolLayout();
-    const base = this.main.getBoundingClientRect(), pool = this.pool.getBoundingClientRect();
-    if (pool.width === 0 || base.width < 900) return;
+    if (this.pool.clientWidth === 0 || this.main.clientWidth < 640) return;
+    for (const group of this.tables.querySelectorAll(".group")) {
+      const cell = group.querySelector(".cell.chosen");
+      if (cell) this.arrowToPool(cell, Number(cell.closest(".block").dataset.block), "lit");
+    }
     const heads = [...this.tables.querySelectorAll(".request:first-child .block")];
     if (heads.length > 10 && this.block === null) return; // too many to follow; choosing a block shows its own
     for (const head of heads) {
       const block = Number(head.dataset.block);
-      if (!block || (this.block !== null && block !== this.block)) continue;
-      const box = head.getBoundingClientRect();
-      const x1 = box.left - base.left + Math.min(box.width / 2, 40), y1 = box.top - base.top;
-      const x2 = pool.left - base.left + (block % columns) * size + size / 2;
-      const y2 = pool.top - base.top + Math.floor(block / columns) * size + size / 2;
-      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      path.setAttribute("d", `M ${x1} ${y1} C ${x1} ${y1 - 40}, ${x2} ${y2 + 60}, ${x2} ${y2}`);
-      this.arrows.append(path);
+      if (this.block === null || block === this.block) this.arrowToPool(head, block, "");
     }
+  }
+
+  /** @param {HTMLElement} from @param {number} block @param {string} style */
+  arrowToPool(from, block, style) {
+    if (!block) return;
+    const { size, columns } = this.poolLayout();
+    const base = this.main.getBoundingClientRect(), pool = this.pool.getBoundingClientRect(), box = from.getBoundingClientRect();
+    const x1 = box.left - base.left + Math.min(box.width / 2, 40), y1 = box.top - base.top;
+    const x2 = pool.left - base.left + (block % columns) * size + size / 2;
+    const y2 = pool.top - base.top + Math.floor(block / columns) * size + size / 2;
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("d", `M ${x1} ${y1} C ${x1} ${y1 - 40}, ${x2} ${y2 + 60}, ${x2} ${y2}`);
+    path.setAttribute("class", style);
+    path.dataset.block = String(block);
+    this.arrows.append(path);
   }
 
   drawLens() {
@@ -952,9 +977,10 @@ class Viewer {
       blocks.get(block)?.set(log.offset[i], i);
     });
     const size = this.meta.block_sizes[log.group];
+    const lit = this.token && this.recordedPlace(this.token.request, this.token.position, log.group)?.flat;
     const cell = (/** @type {number | undefined} */ i) => i === undefined
       ? el("span", { class: "cell done", title: "not written in this step" }, "·")
-      : el("span", { class: "cell now", title: `token ${log.token[i]} → slot ${log.slot[i]}, checksum ${log.checksum[i].toString(16)}` }, log.checksum[i].toString(16).slice(0, 4));
+      : el("span", { class: `cell now${log.token[i] === lit ? " chosen" : ""}`, title: `token ${log.token[i]} → slot ${log.slot[i]}, checksum ${log.checksum[i].toString(16)}` }, log.checksum[i].toString(16).slice(0, 4));
     const drawn = [...blocks].slice(0, 32).map(([block, offsets]) => el("div", { class: "block" },
       el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`),
       el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => cell(offsets.get(offset))))));
