@@ -69,10 +69,11 @@ class KVCacheGroup:
         either way the queue gets one shorter.
         """
         table = self.tables.get(request_id)
-        held = len(table) if table else len(hit_blocks)
-        needed_new = max(0, -(-num_tokens // self.block_size) - held)
-        needed_from_free_hits = sum(block.ref_cnt == 0 and not block.is_null for block in hit_blocks)
-        return needed_from_free_hits, needed_new
+        needed_new = -(-num_tokens // self.block_size) - len(table or hit_blocks)
+        needed_from_free_hits = 0
+        if hit_blocks:
+            needed_from_free_hits = sum(block.ref_cnt == 0 and not block.is_null for block in hit_blocks)
+        return needed_from_free_hits, needed_new if needed_new > 0 else 0
 
     def take_hits(self, request_id: str, hit_blocks: list[KVCacheBlock]) -> None:
         """Start a table with the blocks of a prefix hit."""

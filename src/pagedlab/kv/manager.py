@@ -93,14 +93,18 @@ class KVCacheManager:
 
         pool = self.block_pool
         num_free = pool.free_block_queue.num_free_blocks
-        needed = [g.num_blocks_needed(request_id, num_tokens, b) for g, b in zip(self.groups, hit.blocks, strict=True)]
-        num_needed = sum(from_free_hits + new for from_free_hits, new in needed)
+        needed_from_free_hits, needed_new, num_needed = [], [], 0
+        for group, hit_blocks in zip(self.groups, hit.blocks, strict=True):
+            from_free_hits, new = group.num_blocks_needed(request_id, num_tokens, hit_blocks)
+            needed_from_free_hits.append(from_free_hits)
+            needed_new.append(new)
+            num_needed += from_free_hits + new
         if num_needed > num_free:
             self.refused = (num_needed, num_free)
             if trace.decisions:
                 trace.emit(
                     SlotsRefused(request_id=request_id, num_new_tokens=num_new_tokens,
-                                 needed_from_free_hits=[n for n, _ in needed], needed_new=[n for _, n in needed],
+                                 needed_from_free_hits=needed_from_free_hits, needed_new=needed_new,
                                  num_needed=num_needed, num_free=num_free)
                 )
             return None
@@ -119,10 +123,10 @@ class KVCacheManager:
         if trace.decisions:
             trace.emit(
                 SlotsAllocated(request_id=request_id, num_new_tokens=num_new_tokens, num_tokens=num_tokens,
-                               needed_from_free_hits=[n for n, _ in needed], needed_new=[n for _, n in needed],
-                               hit_block_ids=[[b.block_id for b in blocks] for blocks in hit.blocks],
-                               new_block_ids=list(new_block_ids), num_free_before=num_free,
-                               num_free_after=pool.free_block_queue.num_free_blocks)
+                               needed_from_free_hits=needed_from_free_hits, needed_new=needed_new,
+                               hit_block_ids=hit.block_ids() if hit.num_tokens else list(self.no_blocks),
+                               new_block_ids=list(new_block_ids),
+                               num_free_before=num_free, num_free_after=pool.free_block_queue.num_free_blocks)
             )
         return new_block_ids
 
@@ -147,7 +151,7 @@ class KVCacheManager:
         stopped_at = hit.num_tokens // block_size
         event = PrefixMatched(
             request_id=request.request_id, num_tokens=request.num_tokens, num_computed_tokens=hit.num_tokens,
-            block_ids=[[b.block_id for b in blocks] for blocks in hit.blocks], stopped_at_block=stopped_at,
+            block_ids=hit.block_ids(), stopped_at_block=stopped_at,
             why=why_not_searched, block_size=block_size,
         )
         if not self.enable_caching or why_not_searched == "prompt_logprobs":

@@ -23,6 +23,9 @@ class PrefixHit:
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
 
+    def block_ids(self) -> list[list[int]]:
+        return [[block.block_id for block in blocks] for blocks in self.blocks]
+
 
 def find_longest_cache_hit(
     pool: BlockPool, groups: Sequence[KVCacheGroup], request: Request, max_length: int

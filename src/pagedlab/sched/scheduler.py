@@ -139,8 +139,9 @@ class Scheduler:
         else:
             self._schedule_waiting(step)
         output = self._make_output(step)
+        requests = self.requests
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
+            requests[request_id].num_computed_tokens += num_tokens
         self.finished_req_ids = set()
         if trace.on:
             trace.emit(StepScheduled.from_output(output))
@@ -149,28 +150,29 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> None:
         """Walk the running list; who lacks blocks makes the policy choose victims until they suffice."""
         index = 0
+        running, allocate_slots = self.running, self.kv_cache_manager.allocate_slots
         threshold, last_position = self.config.long_prefill_token_threshold, self.config.max_model_len - 1
-        while index < len(self.running) and step.budget > 0:
-            request = self.running[index]
-            wanted = len(request.all_token_ids) - request.num_computed_tokens
-            granted = min(wanted, step.budget)
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_computed = request.num_computed_tokens
+            # 0.14.1 fault: a chunked prompt of max_model_len tokens is never completed, its last token has no turn.
+            wanted = len(request.all_token_ids) - num_computed
+            granted = min(wanted, step.budget, last_position - num_computed)
             if 0 < threshold < granted:
                 granted = threshold
-            # 0.14.1 fault: a chunked prompt of max_model_len tokens is never completed, its last token has no turn.
-            granted = min(granted, last_position - request.num_computed_tokens)
             if granted == 0:
                 if trace.decisions:
                     self._emit_considered(step, request, "running", wanted, 0, "skipped", "no_tokens_left")
                 index += 1
                 continue
             # 0.14.1 fault: ``granted`` stays as it was cut, also when a victim below returns its budget.
-            new_block_ids = self.kv_cache_manager.allocate_slots(request, granted)
+            new_block_ids = allocate_slots(request, granted)
             while new_block_ids is None:
-                victim = self.policy.victim(self.running, request)
+                victim = self.policy.victim(running, request)
                 index -= self._preempt(step, victim, request)
                 if victim is request:
                     break
-                new_block_ids = self.kv_cache_manager.allocate_slots(request, granted)
+                new_block_ids = allocate_slots(request, granted)
             if new_block_ids is None:
                 # 0.14.1 fault: the scan ends here, although requests behind may need no block at all.
                 if trace.decisions:
@@ -291,7 +293,7 @@ class Scheduler:
                 resumed_req_ids=step.resumed,
                 new_block_ids=[None if b is nothing or not any(b) else b for b in blocks],
                 num_computed_tokens=[r.num_computed_tokens for r in known],
-                num_output_tokens=[r.num_output_tokens for r in known],
+                num_output_tokens=[len(r.all_token_ids) - r.num_prompt_tokens for r in known],
                 all_token_ids={r.request_id: list(r.all_token_ids) for r in resumed},
             ),
             num_scheduled_tokens=step.num_scheduled_tokens,
