@@ -201,6 +201,29 @@ def test_the_command_page_lists_every_command_and_option(site):
                 assert not switch.startswith("-") or switch in page, f"{name} {switch}"
 
 
+def test_the_command_page_says_what_vllm_calls_a_switch(site):
+    page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text_of(site, "generated/cli")))
+    generate = page[page.index("pagedlab generate") :]
+    names = {"--num-blocks": "--num-gpu-blocks-override", "--no-prefix-caching": "--enable-prefix-caching"}
+    for switch, name in names.items():
+        assert generate.index(switch) < generate.index(name) < generate.index(switch) + 200
+
+
+def test_the_numbers_of_recordings_on_the_landing_page_are_those_in_the_tests():
+    data = ROOT / "tests" / "data" / "conformance"
+
+    def lines(name):
+        with gzip.open(data / name, "rt") as file:
+            return sum(1 for _ in file)
+
+    with gzip.open(data / "kv_init.json.gz", "rt") as file:
+        num_initializations = len(json.load(file)["cases"])
+    num_runs = lines("scheduler/handmade.jsonl.gz") + lines("scheduler/random.jsonl.gz")
+    text = (ROOT / "walkthrough" / "index.md").read_text()
+    assert f"{num_runs} scheduler runs, {lines('worker/index_maps.jsonl.gz')} whole runs" in text
+    assert f"{num_initializations} cache initializations" in text
+
+
 def test_the_figures_are_on_their_page_light_and_dark(site):
     page = text_of(site, "figures")
     for name in FIGURES:

@@ -182,13 +182,18 @@ def _cli_page() -> str:
         arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
         parts.append(f"## pagedlab {name} {' '.join(arguments)}\n\n{inspect.cleandoc(command.help or '')}\n")
         rows = [
-            f"| `{_spelling(p)}` | {_cell(getattr(p, 'help', None) or '')} |"
+            f"| `{_spelling(p)}` | {_cell(getattr(p, 'help', None) or '')} | {VLLM_NAMES.get(_field(p), '')} |"
             for p in command.params
             if p.name != "help"
         ]
         if rows:
-            parts.append("| argument or option | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
+            parts.append("| argument or option | | in vLLM |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _field(parameter: Any) -> str:
+    """Name of the field that a switch sets: ``no_prefix_caching`` -> ``enable_prefix_caching``."""
+    return re.sub(r"^no_", "enable_", parameter.name)
 
 
 def _spelling(parameter: Any) -> str:
@@ -219,8 +224,7 @@ def _switches() -> dict[str, tuple[str, str]]:
     group: Any = typer.main.get_command(app)
     found = {}
     for parameter in group.commands["generate"].params:
-        name = re.sub(r"^no_", "enable_", parameter.name)
-        found[name] = (f"`{parameter.opts[0]}`", getattr(parameter, "help", None) or "")
+        found[_field(parameter)] = (f"`{parameter.opts[0]}`", getattr(parameter, "help", None) or "")
     return found
 
 
