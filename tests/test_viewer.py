@@ -163,9 +163,9 @@ def test_a_page_of_some_steps_starts_from_the_state_before_them(browser, tmp_pat
 def test_a_changed_op_is_noticed_by_the_comparison(browser, tmp_path, monkeypatch):
     """The counterpart: with one rule of the packer spoiled, the states differ."""
     from pagedlab.trace.events import BlockFreed
-    from pagedlab.viewer import pack
+    from pagedlab.viewer.ops import RULES
 
-    monkeypatch.setitem(pack._RULES, BlockFreed, lambda packer, event: [])
+    monkeypatch.setitem(RULES, BlockFreed, lambda packer, event: [])
     trace = stored("preemption")
     path = tmp_path / "spoiled.html"
     write_page(trace, path)

@@ -1,7 +1,7 @@
 // @ts-check
 /**
  * The state of the engine at one event, as the page keeps it. Python packed what every event changes
- * as integers (Op in pack.py); nothing here interprets an event, it only applies those changes.
+ * as integers (Op in ops.py); nothing here interprets an event, it only applies those changes.
  */
 
 /** What a chunk's name stands for: base64 of raw-deflated bytes.
