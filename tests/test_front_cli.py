@@ -199,6 +199,7 @@ BAD_INPUT = [
     ("beyond the model's length", ["a", "--max-model-len", "99999"], "model's own limit"),
     ("does not fit the memory", ["a", "--kv-cache-memory", "100000"], "blocks"),
     ("one file for two things", ["a", "--html", "t.jsonl"], "the same file"),
+    ("a layer behind the last", ["a", "--layers", "0,6"], "layer 6, but the model's layers are 0 to 5"),
     ("a layer before the first", ["a", "--layers", "-1"], "--layers is '-1'"),
     ("out of nowhere", ["a", "--out", "{broken}/no/such/folder/t.jsonl"], "no directory"),
     *((f"zero {k}", ["a", f"--{k}", "0"], k.replace("-", "_")) for k in (
@@ -224,6 +225,11 @@ def test_bad_input_is_one_sentence_and_status_2_and_nothing_is_written(
     assert error.startswith("pagedlab: ") and message in error
     assert all(line.startswith("pagedlab: notice: ") for line in notices)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_command_shows_the_help_and_says_so(pagedlab):
+    status, out, err = pagedlab()
+    assert status == 2 and "scenarios" in out and err == "pagedlab: no command given. See pagedlab --help.\n"
 
 
 def test_a_trace_that_cannot_be_written_is_not_said_to_be_anywhere(pagedlab, tmp_path):

@@ -73,7 +73,7 @@ def main() -> None:
     except UserError as error:
         _fail(str(error))
     except _UsageError as error:
-        _fail(f"{error.format_message().rstrip('.')}. See pagedlab {_command_of(error)}--help.")
+        _fail(f"{error.format_message().rstrip('.') or 'no command given'}. See pagedlab {_command_of(error)}--help.")
     except _ClickException as error:
         _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
@@ -105,8 +105,7 @@ def _silence_stdout() -> None:
 
 
 def _command_of(error: Any) -> str:
-    name = error.ctx.info_name if error.ctx else None
-    return f"{name} " if name and name != "pagedlab" else ""
+    return f"{error.ctx.info_name} " if error.ctx and error.ctx.parent else ""
 
 
 def _fail(message: str) -> NoReturn:

@@ -151,6 +151,12 @@ def _layers(text: str) -> str | list[int]:
     return [int(part) for part in parts]
 
 
+def _check_layers(llm: LLM) -> None:
+    last = llm.model_config.num_hidden_layers - 1
+    if isinstance(tracer.layers, list) and max(tracer.layers) > last:
+        raise UserError(f"--layers names layer {max(tracer.layers)}, but the model's layers are 0 to {last}.")
+
+
 def _run_prompts(prompts: list[str], knobs: Knobs, chat: bool) -> None:
     params = knobs.sampling_params()
     sized = {"num_blocks", "kv_cache_memory", "max_model_len"} & set(knobs.engine)
@@ -159,6 +165,7 @@ def _run_prompts(prompts: list[str], knobs: Knobs, chat: bool) -> None:
     from pagedlab.engine.llm import LLM
 
     llm = LLM(config=config)
+    _check_layers(llm)
     llm.generate(for_model(llm, prompts, chat=chat), params)
 
 
@@ -175,7 +182,9 @@ def _run_scenario(name: str, knobs: Knobs) -> None:
     from pagedlab.engine.llm import LLM
 
     result = ScenarioResult()
-    play(story, _LLMStage(story, LLM(config=story.engine_config()), knobs, result), result)
+    llm = LLM(config=story.engine_config())
+    _check_layers(llm)
+    play(story, _LLMStage(story, llm, knobs, result), result)
 
 
 class _LLMStage:
