@@ -227,6 +227,14 @@ def test_bad_input_is_one_sentence_and_status_2_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("prompts", [["Dear sir, I"], ["Dear sir, I", "Hi"]])
+def test_generate_says_why_a_text_ended_too_early(pagedlab, prompts):
+    tight = ["--num-blocks", "3", "--block-size", "4", "--max-model-len", "100", "--ignore-eos"]
+    status, out, err = pagedlab("generate", *prompts, *tight)
+    assert status == 0 and out and err.count("pagedlab: notice: ") == 1 + len(prompts)
+    assert "request r0 made no progress in 100 steps" in err
+
+
 def test_no_command_shows_the_help_and_says_so(pagedlab):
     status, out, err = pagedlab()
     assert status == 2 and "scenarios" in out and err == "pagedlab: no command given. See pagedlab --help.\n"

@@ -10,6 +10,7 @@ import typer
 
 from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
+from pagedlab.trace.file import notice
 
 
 @takes_knobs
@@ -32,10 +33,16 @@ def generate(
     ready = for_model(llm, texts, chat=chat)
     if as_json:
         print(json.dumps([dataclasses.asdict(output) for output in llm.generate(ready, params)], indent=2))
-    elif len(ready) == 1 and params.n == 1:
+        return
+    if len(ready) == 1 and params.n == 1:
+        continuations = []
         for output in llm.stream(ready, params):
-            print(output.outputs[0].text, end="", flush=True)
+            continuations += output.outputs
+            print(continuations[-1].text, end="", flush=True)
         print()
     else:
-        continuations = [c.text for output in llm.generate(ready, params) for c in output.outputs]
-        print("\n\n".join(continuations))
+        continuations = [c for output in llm.generate(ready, params) for c in output.outputs]
+        print("\n\n".join(c.text for c in continuations))
+    for continuation in continuations:
+        if continuation.error is not None:
+            notice(continuation.error)
