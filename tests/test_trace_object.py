@@ -168,9 +168,9 @@ def test_at_answers_quickly_anywhere_in_a_hundred_thousand_events(snapshots):
     for seq in seqs:
         times = []
         for _ in range(2):  # the better of two: other processes share the machine
-            start = time.perf_counter()
+            start = time.process_time()
             big.at(seq=seq)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         slowest = max(slowest, min(times))
     assert slowest < 0.05, slowest
 
