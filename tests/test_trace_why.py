@@ -69,6 +69,12 @@ def test_refused_because_chunked_prefill_is_off():
     assert any("nobody overtakes it" in t and "chunked prefill is off" in t for t in texts)
 
 
+def test_a_piece_that_the_threshold_cut_and_that_does_not_fit_is_named_with_its_own_size():
+    trace = told("chunking-off", long_prefill_token_threshold=7)
+    texts = [sentences(trace, r, s) for r in trace.requests for s in trace.steps if s >= 0]
+    assert any("wants 7 tokens in one piece (of 8, cut to long_prefill_token_threshold)" in t for t in texts)
+
+
 # ------------------------------------------------------------------ why fewer tokens?
 
 

@@ -388,6 +388,8 @@ class Scheduler:
                 reason, limit = "token_budget", budget_before
             elif granted < wanted:
                 reason, limit = "max_model_len", self.config.max_model_len
+        elif reason == "chunked_prefill_off" and 0 < self.config.long_prefill_token_threshold < wanted:
+            limit = self.config.long_prefill_token_threshold  # the piece that did not fit
         no_blocks = reason in ("not_enough_free_blocks", "self_preemption")
         num_needed, num_free = self.kv_cache_manager.refused if no_blocks else (None, None)
         if trace.decisions:

@@ -338,7 +338,7 @@ CONSIDERED_REASONS = {
     "long_prefill_threshold": "cut to long_prefill_token_threshold",
     "max_model_len": "cut at max_model_len",
     "not_enough_free_blocks": "it needs more blocks than are free",
-    "chunked_prefill_off": "the prompt does not fit the budget in one piece and chunked prefill is off",
+    "chunked_prefill_off": "what it wants in one piece is more than is left of the budget, and chunked prefill is off",
     "self_preemption": "it needed a block and was itself the victim",
     "no_tokens_left": "max_model_len leaves it nothing to compute (vLLM 0.14.1 lets such a prompt wait for ever)",
 }

@@ -108,8 +108,9 @@ def _considered_lines(step: StepTrace, e: RequestConsidered) -> list[str]:
     if e.reason == "not_enough_free_blocks":
         return [f"{who} was looked at in the {e.queue} queue and refused: {_shortage(step, who)}."]
     if e.reason == "chunked_prefill_off":
-        return [f"{who} was looked at and refused: it wants {_tokens(e.num_tokens_wanted)} in one piece, "
-                f"{e.budget_before} of the budget were left, and chunked prefill is off."]
+        piece = "" if e.limit is None else f" (of {e.num_tokens_wanted}, cut to long_prefill_token_threshold)"
+        return [f"{who} was looked at and refused: it wants {_tokens(e.limit or e.num_tokens_wanted)} in one piece"
+                f"{piece}, {e.budget_before} of the budget were left, and chunked prefill is off."]
     because = CONSIDERED_REASONS.get(e.reason, e.reason)
     return [f"{who} was looked at in the {e.queue} queue and {e.outcome}: {because}."]
 
