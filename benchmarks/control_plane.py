@@ -4,8 +4,10 @@
     python benchmarks/control_plane.py --only steps
 
 All requests decode, block size 16, prefix caching on. Medians in microseconds, of CPU time, so that
-a busy machine disturbs little. The column "0.14.1" is the real vLLM 0.14.1 on a 2-core machine of
-the same kind with the same load; ratios below 1 are in our favour.
+a busy machine disturbs little. The column "0.14.1" is the Scheduler of the real vLLM 0.14.1, measured
+once in the same process, in turns with ours, in the same way (2 cores, no model, no statistics);
+ratios below 1 are in our favour, and mean something on such a machine only: another may be several
+times slower for both.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pagedlab.trace.tracer import trace
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100
 # Requests -> microseconds of the real one: schedule(), update_from_output().
-REAL = {1: (44, 15), 16: (261, 95), 64: (922, 415), 256: (3806, 2188)}
+REAL = {1: (13, 4), 16: (71, 27), 64: (248, 96), 256: (1039, 470), 1024: (5796, 3110)}
 
 
 class EngineOnPaper:
