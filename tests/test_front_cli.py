@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,30 @@ def test_bench_refuses_what_it_cannot_measure(pagedlab, arguments, message):
 
 
 # ------------------------------------------------------------------ signals, pipes
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+@pytest.mark.parametrize("module", ["pagedlab.cli", "typer", "pagedlab.viz.text"])
+def test_ctrl_c_while_the_command_line_is_still_being_imported_ends_quietly(module):
+    code = (
+        "import signal, sys\n"
+        "class PressedHere:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, PressedHere)\n"
+        "from pagedlab.__main__ import run\n"
+        "run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_and_python_m_begin_alike():
+    scripts = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"pagedlab": "pagedlab.__main__:run"}
+    process = spawn("--version")
+    assert process.communicate() == (f"pagedlab {cli.__version__}\n", "") and process.returncode == 0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")

@@ -1,5 +1,23 @@
-"""``python -m pagedlab``."""
+"""``pagedlab`` and ``python -m pagedlab``: where a process begins.
 
-from pagedlab.cli import main
+Importing the command line takes a moment, and Ctrl-C in it must end as quietly as later on.
+"""
 
-main()
+from __future__ import annotations
+
+import signal
+
+
+def run() -> None:
+    """Import the command line and run it."""
+    try:
+        from pagedlab.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses it again meanwhile sees no traceback
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    run()
