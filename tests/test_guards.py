@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engines import GROUPS, Shape
 from pagedlab.engine.guards import MAX_STEPS_WITHOUT_PROGRESS, most_blocks_held
 from pagedlab.errors import UserError
+from pagedlab.sampling_params import SamplingParams
 from pagedlab.trace.events import RequestFinished, RequestRefused
 from pagedlab.trace.tracer import tracing
 
@@ -56,6 +57,20 @@ def test_a_hopeless_request_is_refused_with_the_numbers(config, prompt_length, r
     (event,) = [e for e in trace if isinstance(e, RequestRefused)]
     assert (event.request_id, event.reason, event.message, event.numbers) == ("A", reason, str(refusal.value), numbers)
     assert not core.has_unfinished_requests() and not len(core.scheduler.waiting)
+
+
+def test_min_tokens_beyond_max_model_len_are_refused_and_what_just_fits_is_served():
+    shape, core = engine(max_model_len=20)
+    request = shape.request("A", list(range(15)))
+    request.sampling_params = SamplingParams(min_tokens=6, max_tokens=8)
+    with tracing("steps") as trace, pytest.raises(UserError, match="min_tokens 6, but max_model_len is 20: lower "
+                                                                   "min_tokens to 5 or less, or raise max_model_len"):
+        core.add_request(request)
+    (event,) = [e for e in trace if isinstance(e, RequestRefused)]
+    assert (event.reason, event.numbers["min_tokens"]) == ("min_tokens_too_large", 6)
+    request.sampling_params = SamplingParams(min_tokens=5, max_tokens=8)
+    core.add_request(request)
+    assert steps_to_end(core)[1]["A"].finish_reason == "length"
 
 
 @pytest.mark.parametrize("config, prompt_length", [

@@ -23,8 +23,9 @@ def check_at_the_door(scheduler: Scheduler, request: Request) -> None:
     """Refuse what the scheduler would keep waiting for ever.
 
     Raises:
-        UserError: the id is in use, the prompt is empty, leaves no room for one output token, does
-            not fit the budget in one piece with chunked prefill off, or needs more blocks than exist.
+        UserError: the id is in use, the prompt is empty, leaves no room for one output token or for
+            min_tokens, does not fit the budget in one piece with chunked prefill off, or needs more
+            blocks than exist.
     """
     refusal = _find_refusal(scheduler, request)
     if refusal is None:
@@ -58,6 +59,15 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
             "of output needs room: shorten the prompt or raise max_model_len."
         )
         return "prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len}
+    room, min_tokens = config.max_model_len - length, request.sampling_params.min_tokens
+    if min_tokens > room:  # nothing may stop it before, and nothing can be computed after
+        message = (
+            f"{name} has a prompt of {length} tokens and min_tokens {min_tokens}, but max_model_len is "
+            f"{config.max_model_len}: lower min_tokens to {room} or less, or raise max_model_len."
+        )
+        return "min_tokens_too_large", message, {
+            "num_prompt_tokens": length, "min_tokens": min_tokens, "max_model_len": config.max_model_len
+        }
     budget = config.max_num_batched_tokens
     if larger_than_budget(config, length):
         message = (

@@ -155,9 +155,10 @@ class InputProcessor:
             stop_token_ids += tuple(i for i in self.other_eos_ids if i not in stop_token_ids)
         # At least 1: a prompt that leaves no room is refused at the door, with the numbers.
         room = max(self.max_model_len - num_prompt_tokens, 1)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        min_tokens = min(params.min_tokens, max_tokens)
-        return replace(params, stop_token_ids=stop_token_ids, max_tokens=max_tokens, min_tokens=min_tokens)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(room, params.min_tokens)  # that min_tokens have no room is said there too
+        return replace(params, stop_token_ids=stop_token_ids, max_tokens=max_tokens)
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -346,6 +346,7 @@ class Scheduler:
         """Stop tokens win over length; before min_tokens nothing stops (check_stop in vllm/v1/core/sched/utils.py)."""
         params = request.sampling_params
         num_output = len(request.all_token_ids) - request.num_prompt_tokens
+        # 0.14.1 fault: also a request that has reached max_model_len goes on, and has no turn any more.
         if num_output < params.min_tokens:
             return None
         if token_id == request.eos_token_id and not params.ignore_eos:
