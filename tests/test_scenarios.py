@@ -7,6 +7,7 @@ import pytest
 
 import pagedlab.scenarios.scenario as scenario_module
 from pagedlab.errors import UserError
+from pagedlab.scenarios.check import check_document
 from pagedlab.scenarios.library import builtin_names, list_scenarios, load_scenario
 from pagedlab.scenarios.run import run
 from pagedlab.scenarios.scenario import Scenario
@@ -86,6 +87,9 @@ def changed(path: list, value: object) -> dict:
         (changed(["script", 0, "add"], []), "add must be a list of request ids"),
         (changed(["script", 0, "add"], ["r9"]), "request 'r9', which is not among the requests"),
         (changed(["script"], [{"before_step": 2, "add": ["r0"]}, {"before_step": 1, "add": ["r0"]}]), "order them"),
+        (changed(["script"], [{"before_step": 10**9, "add": ["r0"]}]), "entry 0 comes before step 1,000,000,000"),
+        (changed(["script"], [{"before_step": 1, "add": ["r0"]}, {"before_step": 10_002, "abort": ["r0"]}]),
+         "entry 1 comes before step 10,002, 10,001 steps after step 1, where"),
         (changed(["script"], [{"before_step": 2, "abort": ["r0"]}]), "adds no request"),
         (changed(["script"], [{"before_step": 0, "reset_prefix_cache": False}]), "must be true"),
         ({**ON_MODEL, "config": {"groups": [{"kind": "full", "block_size": 4}]}}, "the model decides them"),
@@ -97,6 +101,15 @@ def test_each_mistake_has_one_sentence_with_its_place(document, says):
         Scenario.from_document(document, "mine.json")
     message = str(caught.value)
     assert says in message and message.startswith("mine.json") and message.endswith(".") and "\n" not in message
+
+
+def test_a_pause_of_ten_thousand_steps_is_allowed_and_in_a_recording_as_many_as_it_has():
+    script = [{"before_step": 10_000, "add": ["r0"]}, {"before_step": 20_000, "abort": ["r0"]}]
+    assert Scenario.from_document(changed(["script"], script), "mine.json").last_scripted_step == 20_000
+    recording = {**changed(["script"], [{"before_step": 30_000, "add": ["r0"]}]), "steps": [{}] * 30_000}
+    check_document(recording, "recorded.json")
+    with pytest.raises(UserError, match="leave at most 29,999 steps between"):
+        check_document({**recording, "steps": [{}] * 29_999}, "recorded.json")
 
 
 def test_a_scenario_without_a_script_adds_everything_before_step_0():

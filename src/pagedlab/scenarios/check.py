@@ -25,6 +25,7 @@ REQUEST_TYPES = {
 }
 SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "n")
 ACTIONS = ("add", "abort", "reset_prefix_cache")
+MAX_STEPS_BETWEEN = 10_000  # from one script entry to the next: the steps between may all be empty
 GROUP_FIELDS = ("layers", "kind", "block_size", "sliding_window")
 
 
@@ -54,6 +55,9 @@ def check_document(document: Any, path: str) -> None:
     runs_alone = _check_mixture(document, path)
     _check_config(document["config"], runs_alone, path)
     _check_script(document.get("script", []), document["requests"], path)
+    steps = document.get("steps")
+    played = len(steps) if isinstance(steps, list) else 0
+    _check_pauses(document.get("script", []), max(MAX_STEPS_BETWEEN, played), path)
 
 
 def _check_request(spec: Any, where: str) -> None:
@@ -156,6 +160,20 @@ def _check_script(script: list[Any], requests: dict[str, Any], path: str) -> Non
                 raise UserError(f"{where} names request {request_id!r}, which is not among the requests.")
     if script and not any("add" in entry for entry in script):
         raise UserError(f"{path}: the script adds no request, so nothing would happen.")
+
+
+def _check_pauses(script: list[dict[str, Any]], most: int, path: str) -> None:
+    """A mistyped step would play empty steps without end; as many as a recording has were played once."""
+    latest = 0
+    for i, entry in enumerate(script):
+        step = entry["before_step"]
+        if step - latest > most:
+            after = f"step {latest:,}, where the entry before it stands" if i else "the first step"
+            raise UserError(
+                f"{path}: script entry {i} comes before step {step:,}, {step - latest:,} steps after {after}: "
+                f"leave at most {most:,} steps between."
+            )
+        latest = step
 
 
 def _known(given: dict[str, Any], allowed: Iterable[str], where: str) -> None:
