@@ -203,6 +203,8 @@ BAD_INPUT = [
     ("a layer behind the last", ["a", "--layers", "0,6"], "layer 6, but the model's layers are 0 to 5"),
     ("a layer before the first", ["a", "--layers", "-1"], "--layers is '-1'"),
     ("out of nowhere", ["a", "--out", "{broken}/no/such/folder/t.jsonl"], "no directory"),
+    ("a trace that is no text", ["a", "--out", "t.txt"], "cannot write the trace t.txt: let its name end in"),
+    ("a trace that is no gzip", ["a", "--out", "t.jsonl.gz"], "let its name end in .jsonl or .jsonl.zst"),
     *((f"zero {k}", ["a", f"--{k}", "0"], k.replace("-", "_")) for k in (
         "block-size", "num-blocks", "kv-cache-memory", "max-model-len", "max-num-seqs", "max-num-batched-tokens",
         "gpu-memory-utilization", "max-tokens", "top-p", "n")),

@@ -217,6 +217,27 @@ def test_nothing_is_written_when_the_run_is_refused_before_its_first_event(tmp_p
         TraceFile(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl.gz", "t.zst", "t", "jsonl"])
+def test_a_name_that_promises_another_content_is_refused(events, tmp_path, name):
+    sentence = re.escape(f"cannot write the trace {tmp_path / name}: let its name end in .jsonl or .jsonl.zst.")
+    with pytest.raises(UserError, match=sentence):
+        TraceFile(tmp_path / name)
+    with pytest.raises(UserError, match=sentence):
+        Trace(events).save(tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links and /dev")
+def test_a_link_is_judged_by_its_own_name_and_a_device_by_none(events, tmp_path):
+    (tmp_path / "t.jsonl.zst").symlink_to("elsewhere")
+    Trace(events).save(tmp_path / "t.jsonl.zst")
+    assert load_trace(tmp_path / "elsewhere") == events
+    assert (tmp_path / "elsewhere").read_bytes()[:4] == b"\x28\xb5\x2f\xfd"
+    Trace(events).save("/dev/null")
+    with TraceFile("/dev/null") as sink:
+        sink.append(events[0])
+
+
 def test_a_full_disk_is_one_sentence(events):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
@@ -273,9 +294,9 @@ def test_a_pipe_and_a_link_stay_what_they_are(events, tmp_path, write):
     reader = subprocess.Popen(["cat", tmp_path / "pipe.svg"], stdout=subprocess.PIPE)
     write_to(tmp_path / "pipe.svg")
     through_the_pipe = reader.communicate(timeout=60)[0]
-    (tmp_path / "real.svg").write_text("old")
-    (tmp_path / "link.svg").symlink_to("real.svg")
-    write_to(tmp_path / "link.svg")
-    assert (tmp_path / "link.svg").is_symlink() and (tmp_path / "pipe.svg").is_fifo()
-    assert len((tmp_path / "real.svg").read_bytes()) == len(through_the_pipe) > 3
+    (tmp_path / "real.jsonl").write_text("old")
+    (tmp_path / "link.jsonl").symlink_to("real.jsonl")
+    write_to(tmp_path / "link.jsonl")
+    assert (tmp_path / "link.jsonl").is_symlink() and (tmp_path / "pipe.svg").is_fifo()
+    assert len((tmp_path / "real.jsonl").read_bytes()) == len(through_the_pipe) > 3
     assert len(os.listdir(tmp_path)) == 3

@@ -1,4 +1,4 @@
-"""Traces on disk: JSON Lines, plain or as one zstd stream (``.zst``).
+"""Traces on disk: JSON Lines, plain (``.jsonl``) or as one zstd stream (``.jsonl.zst``).
 
 The writer keeps the file readable up to its last flush, so that Ctrl-C, a crash or a full disk
 leave a prefix that opens. The reader trusts nothing: a trace may be a stranger's.
@@ -22,6 +22,7 @@ from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, Tr
 
 MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
 MAX_RECORD_BYTES = 64 << 20  # no newline in so much: not JSON Lines
+ENDINGS = (".jsonl", ".jsonl.zst")
 FLUSH_BYTES = 1 << 18        # handed to the system at the latest after so much JSON …
 FLUSH_NS = 250_000_000       # … or so much time of the trace
 CHUNK_BYTES = 1 << 20
@@ -38,7 +39,7 @@ class TraceFile:
     The file is created with the first event, so a run that is refused leaves none behind.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or its name says that something else is in it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,6 +47,7 @@ class TraceFile:
         if self.path.is_dir() or not self.path.parent.is_dir():
             what = "it is a directory" if self.path.is_dir() else f"there is no directory {self.path.parent}"
             raise UserError(f"cannot write the trace {self.path}: {what}.")
+        _check_ending(self.path)
         self.exists = False  # something of this trace is in the file
         self._file: BinaryIO | None = None
         self._pending: list[bytes] = []
@@ -102,6 +104,12 @@ class TraceFile:
             raise UserError(f"cannot write the trace {self.path}: {error.strerror}.") from None
 
 
+def _check_ending(path: Path) -> None:
+    """What is no regular file, such as a pipe or /dev/stdout, may have any name."""
+    if not path.name.endswith(ENDINGS) and (path.is_file() or not path.exists()):
+        raise UserError(f"cannot write the trace {path}: let its name end in {' or '.join(ENDINGS)}.")
+
+
 def encode(event: Event) -> bytes:
     """One record, without its newline; a character that UTF-8 cannot carry becomes U+FFFD."""
     try:
@@ -129,8 +137,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    target = Path(os.path.realpath(target))
-    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
+    name, target = target.name, Path(os.path.realpath(target))
+    partial = target.with_name(f".{os.getpid()}.part.{name}")
     try:
         yield partial
         os.replace(partial, target)
@@ -142,9 +150,10 @@ def save_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
     """Write all of it, or nothing.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or its name says that something else is in it.
     """
     target = Path(path)
+    _check_ending(target)
     try:
         with whole_file(target) as place, TraceFile(place) as file:
             for event in events:

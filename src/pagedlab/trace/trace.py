@@ -114,7 +114,7 @@ class Trace:
         return cls(load_trace(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file (``.zst`` compresses), all of it or nothing.
+        """Write a ``.jsonl`` or ``.jsonl.zst`` file, all of it or nothing.
 
         Of a filtered trace, each place where records are missing becomes a ``trace_gap``.
         """
