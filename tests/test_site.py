@@ -218,7 +218,7 @@ def test_the_numbers_of_recordings_on_the_landing_page_are_those_in_the_tests():
 
     with gzip.open(data / "kv_init.json.gz", "rt") as file:
         num_initializations = len(json.load(file)["cases"])
-    num_runs = lines("scheduler/handmade.jsonl.gz") + lines("scheduler/random.jsonl.gz")
+    num_runs = sum(lines(file) for file in (data / "scheduler").glob("*.jsonl.gz"))
     text = (ROOT / "walkthrough" / "index.md").read_text()
     assert f"{num_runs} scheduler runs, {lines('worker/index_maps.jsonl.gz')} whole runs" in text
     assert f"{num_initializations} cache initializations" in text
