@@ -92,37 +92,66 @@ def _make_kv_cache(
     if trace.on:
         trace.enter(_EngineUnderConstruction(engine_id, about))
     kv_cache_config = initialize(specs, available_bytes, how, terms, max_model_len=max_model_len, num_blocks=num_blocks)
-    _allocate(worker, kv_cache_config, max_model_len)
+    _allocate(worker, config, kv_cache_config, max_model_len)
     return kv_cache_config, max_model_len
 
 
 def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, AttentionSpec]) -> Available:
     """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
     if config.num_blocks is None:
-        return worker.determine_available_memory()
+        too_large = (
+            f"the largest step, of {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests, does "
+            "not fit beside the model: lower max_num_batched_tokens or max_num_seqs."
+        )
+        with _out_of_memory_says(too_large):
+            return worker.determine_available_memory()
     bytes_per_block = get_kv_cache_config(get_kv_cache_groups(specs), 0, config.num_blocks).bytes_per_block
     terms: dict[str, Scalar] = {"num_blocks": config.num_blocks, "bytes_per_block": bytes_per_block}
     return config.num_blocks * bytes_per_block, "num_blocks_given", terms
 
 
-def _allocate(worker: Worker, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
-    """Have the worker make the cache; more than the machine can give is a user's mistake.
+def _allocate(worker: Worker, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    """Have the worker make the cache and its tables; more than the machine can give is a user's mistake.
 
     A CPU's system may promise any amount and kill the process later, so what is free is asked first.
     """
-    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    too_large = UserError(
-        f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, "
-        "more than this machine can give: lower num_blocks or kv_cache_memory."
-    )
-    if worker.device.type == "cpu" and size > free_ram_bytes():
-        raise too_large
-    try:
+    needs = _memory_needs(config, kv_cache_config, max_model_len)
+    size, what, knobs = max(needs)
+    too_large = f"{what} {size / 2**30:,.1f} GiB, more than this machine can give: lower {knobs}."
+    if worker.device.type == "cpu" and sum(need[0] for need in needs) > free_ram_bytes():
+        raise UserError(too_large)
+    with _out_of_memory_says(too_large):
         worker.initialize_from_config(kv_cache_config, max_model_len)
-    except (RuntimeError, MemoryError) as e:
+
+
+def _memory_needs(
+    config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int
+) -> list[tuple[int, str, str]]:
+    """(bytes, what takes them, the knobs that make it smaller); of the tables only what grows.
+
+    256 seats of 4,096 tokens at block size 16: 4 B for each token id, and for each of 256 block ids in
+    the table and in the copy that a step reads: 256 · 4 · (4,096 + 2 · 256) = 4.5 MiB.
+    """
+    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    seat = 4 * (max_model_len + 2 * sum(-(-max_model_len // size) for size in sizes))
+    cache = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    seats, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    return [
+        (cache, f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes", "num_blocks or kv_cache_memory"),
+        (seats * seat, f"the tables of {seats:,} requests of {max_model_len:,} tokens take",
+         "max_num_seqs or max_model_len"),
+        (tokens * 8 * len(sizes), f"the slots of a step of {tokens:,} tokens take", "max_num_batched_tokens"),
+    ]  # fmt: skip
+
+
+@contextmanager
+def _out_of_memory_says(sentence: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:  # torch raises the first, numpy the second
         if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
             raise
-        raise too_large from e
+        raise UserError(sentence) from e
 
 
 def _describe(
