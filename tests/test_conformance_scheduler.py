@@ -131,6 +131,13 @@ def test_an_extra_step_is_reported():
     assert replay(document).first_difference["step"] == extra["step"]
 
 
+def test_a_step_that_lacks_a_field_is_refused_and_not_passed_over():
+    document = recording("single_request")
+    del document["steps"][2]["after_update"]
+    with pytest.raises(UserError, match="step 2 lacks after_update, so it could not be compared"):
+        replay_scheduler(document, "one.json")
+
+
 def test_a_left_out_step_is_reported():
     document = recording("preempt_newest")
     del document["steps"][3]

@@ -18,7 +18,10 @@ from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import Event
 from pagedlab.trace.tracer import trace, tracing
 
-FORMAT = "pagedlab-conformance/1"
+RECORDED = (  # of every step; reset_results stands only where there was a reset
+    "new", "cached", "num_scheduled_tokens", "total_num_scheduled_tokens", "num_common_prefix_blocks", "preempted",
+    "finished_req_ids", "after_schedule", "outputs", "after_update",
+)  # fmt: skip
 
 
 def replay_scheduler(document: dict[str, Any], path: str) -> list[Outcome]:
@@ -33,6 +36,9 @@ def replay_scheduler(document: dict[str, Any], path: str) -> list[Outcome]:
     for n, step in enumerate(recorded):
         if not isinstance(step, dict) or not isinstance(step.get("step"), int):
             raise UserError(f"{path}: entry {n} of steps does not say which step it is.")
+        missing = [field for field in RECORDED if field not in step]
+        if missing:
+            raise UserError(f"{path}: step {step['step']} lacks {missing[0]}, so it could not be compared.")
     scenario = Scenario.from_document(document, path)
     difference = _first_difference(scenario, document)
     if difference is None:

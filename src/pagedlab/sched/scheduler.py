@@ -274,27 +274,30 @@ class Scheduler:
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         """The message to the worker: new requests in full, known ones as differences."""
-        new = [r for r in step.admitted if r.request_id not in step.resumed]
-        resumed = [r for r in step.admitted if r.request_id in step.resumed]
-        known = step.running + resumed
+        known, new_data, resumed_token_ids = step.running, [], {}
+        if step.admitted:
+            resumed = [r for r in step.admitted if r.request_id in step.resumed]
+            resumed_token_ids = {r.request_id: list(r.all_token_ids) for r in resumed}
+            known = known + resumed
+            new_data = [
+                NewRequestData(r.request_id, r.prompt_token_ids, r.sampling_params,
+                               step.new_block_ids[r.request_id], r.num_computed_tokens)
+                for r in step.admitted if r.request_id not in step.resumed
+            ]  # fmt: skip
         nothing = self.kv_cache_manager.no_blocks
         blocks = [step.new_block_ids[r.request_id] for r in known]
         num_common = [0] * len(nothing)
         if self.running:
             num_common = self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
         return SchedulerOutput(
-            scheduled_new_reqs=[
-                NewRequestData(r.request_id, r.prompt_token_ids, r.sampling_params,
-                               step.new_block_ids[r.request_id], r.num_computed_tokens)
-                for r in new
-            ],
+            scheduled_new_reqs=new_data,
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=[r.request_id for r in known],
                 resumed_req_ids=step.resumed,
                 new_block_ids=[None if b is nothing or not any(b) else b for b in blocks],
                 num_computed_tokens=[r.num_computed_tokens for r in known],
                 num_output_tokens=[len(r.all_token_ids) - r.num_prompt_tokens for r in known],
-                all_token_ids={r.request_id: list(r.all_token_ids) for r in resumed},
+                all_token_ids=resumed_token_ids,
             ),
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.budget,
