@@ -317,7 +317,7 @@ def test_row_15_a_request_larger_than_the_pool_that_got_in_is_ended_with_its_num
     steps = run.to_end()
     assert len(steps) < 120
     assert run.ended == {"A": "error", "B": "length"}
-    assert "request A" in run.errors["A"] and "need 10 blocks and the pool has 5" in run.errors["A"]
+    assert "request A" in run.errors["A"] and "needs 10 blocks and the pool has 5" in run.errors["A"]
     assert run.free == 5
 
 
@@ -338,7 +338,7 @@ def test_row_15_a_request_larger_than_the_pool_blocks_everything_faithful_to_0_1
 def test_row_16_a_pool_of_the_null_block_alone_is_a_configuration_error_guarded():
     with pytest.raises(UserError, match="num_blocks is 1: block 0 is the null block"):
         EngineConfig(num_blocks=1)
-    with pytest.raises(UserError, match="needs 1 blocks, but the pool has 0 usable blocks"):
+    with pytest.raises(UserError, match="needs 1 block, but the pool has 0 usable blocks"):
         Run(1).add("A", [1], 1)
 
 
@@ -354,7 +354,7 @@ def test_row_16_a_request_that_outgrows_the_pool_ends_with_an_error_that_names_i
     steps = run.to_end()
     assert steps[:2] == [{"A": 3}, {"A": 1}] and not any(steps[2:]) and len(steps) < 120
     assert run.ended == {"A": "error"} and run.text["A"] == [50, 51]
-    assert "its 5 tokens need 2 blocks and the pool has 1 usable blocks" in run.errors["A"]
+    assert "with 5 tokens it needs 2 blocks and the pool has 1 usable block " in run.errors["A"]
 
 
 def test_row_16_a_request_that_outgrows_the_pool_waits_for_ever_faithful_to_0_14():

@@ -313,7 +313,7 @@ def test_the_command_replays_the_folder_and_exits_0(monkeypatch, capsys):
     lines = out.splitlines()
     assert sum(line.startswith("ok ") for line in lines) == 431
     assert f"ignored {DATA / 'README.md'}" in lines
-    assert lines[-1] == "431 replayed (431 scheduler): 431 ok, 0 with a difference; 1 other files ignored."
+    assert lines[-1] == "431 replayed (431 scheduler): 431 ok, 0 with a difference; 1 other file ignored."
     assert any(line.startswith("ok   single_request  ") and line.endswith(".") for line in lines)
 
 

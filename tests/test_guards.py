@@ -147,8 +147,8 @@ def test_the_sentence_and_the_trace_have_the_numbers():
     with tracing("steps") as trace:
         _, ended = steps_to_end(core)
     assert ended["grows"].error == (
-        "request grows made no progress in 100 steps: its 9 tokens need 3 blocks and the pool has 2 usable blocks "
-        "(num_blocks counts the null block too); give the pool more blocks or ask for fewer tokens."
+        "request grows made no progress in 100 steps: with 9 tokens it needs 3 blocks and the pool has 2 usable "
+        "blocks (num_blocks counts the null block too); give the pool more blocks or ask for fewer tokens."
     )
     (event,) = [e for e in trace if isinstance(e, RequestFinished)]
     assert (event.finish_reason, event.num_output_tokens) == ("error", 6)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from pagedlab.models.resolve import EMBEDDED_DIR
 from pagedlab.version import __version__
+from pagedlab.wording import plural
 
 
 def examine() -> dict[str, str]:
     """One line per thing, in words; nothing here fails because something is missing."""
     return {
         "pagedlab": f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}",
-        "processor": f"{os.cpu_count()} cores, {_memory()} of memory",
+        "processor": f"{plural(os.cpu_count() or 1, 'core')}, {_memory()} of memory",
         **_torch_and_gpu(),
         "triton": _triton(),
         "transformers": _version("transformers") or "not installed (only tests and bench --compare use it)",
@@ -48,7 +49,7 @@ def _torch_and_gpu() -> dict[str, str]:
         import torch
     except Exception as e:  # a broken install raises whatever its libraries raise
         return {"torch": f"cannot be imported ({e}): no engine runs, traces can be read", "gpu": "unknown"}
-    found = {"torch": f"{torch.__version__}, {torch.get_num_threads()} threads"}
+    found = {"torch": f"{torch.__version__}, {plural(torch.get_num_threads(), 'thread')}"}
     if not torch.cuda.is_available():
         return found | {"gpu": "none that torch sees: the engine runs on the CPU"}
     names = []

@@ -16,6 +16,7 @@ from pagedlab.errors import UserError
 from pagedlab.trace.events import LEVELS, Level
 from pagedlab.trace.file import TraceFile
 from pagedlab.trace.tracer import trace as tracer
+from pagedlab.wording import plural
 
 if TYPE_CHECKING:
     from pagedlab.bench.throughput import Run, Workload
@@ -183,12 +184,12 @@ def _describe(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}: {engine['dtype']} on {engine['device']}, attention {engine['attention_backend']}, "
         f"runner {engine['runner']}, blocks of {engine['block_size']}",
-        f"{report['num_prompts']} requests, {report['num_input_tokens']} tokens in, "
-        f"{report['num_output_tokens']} out, seed {report['seed']}, median of {report['rounds']} rounds",
+        f"{plural(report['num_prompts'], 'request')}, {plural(report['num_input_tokens'], 'token')} in, "
+        f"{report['num_output_tokens']:,} out, seed {report['seed']}, median of {plural(report['rounds'], 'round')}",
         "",
         f"  {report['output_tokens_per_second']:10,.1f} output tokens per second",
         f"  {report['total_tokens_per_second']:10,.1f} tokens per second, prompts included",
-        f"  {seconds:10.2f} s in {report['num_steps']} steps",
+        f"  {seconds:10.2f} s in {plural(report['num_steps'], 'step')}",
         "",
     ]
     rest = seconds

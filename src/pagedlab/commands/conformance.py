@@ -14,6 +14,7 @@ import typer
 from pagedlab.conformance.collect import Ignored, Recording, collect
 from pagedlab.conformance.report import Outcome
 from pagedlab.errors import UserError
+from pagedlab.wording import plural
 
 Mode = Literal["strict", "lenient", "both"]
 
@@ -107,7 +108,7 @@ def _print_summary(outcomes: list[Outcome], ignored: list[str], failed: int) -> 
     by_kind = {kind: sum(o.kind == kind for o in outcomes) for kind in dict.fromkeys(o.kind for o in outcomes)}
     kinds = ", ".join(f"{count} {kind}" for kind, count in by_kind.items())
     print(f"{len(outcomes)} replayed ({kinds}): {len(outcomes) - failed} ok, {failed} with a difference; "
-          f"{len(ignored)} other files ignored.")
+          f"{plural(len(ignored), 'other file')} ignored.")
 
 
 def _print_json(outcomes: list[Outcome], ignored: list[str]) -> None:

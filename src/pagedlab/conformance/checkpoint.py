@@ -20,6 +20,7 @@ from pagedlab.models.config import ModelConfig
 from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.sched.output import TopLogprobs
+from pagedlab.wording import plural
 from pagedlab.worker.requests import CachedRequestState
 from pagedlab.worker.sampler import Sampler
 
@@ -97,7 +98,10 @@ def _replay(
             got = float(row.max())
             difference.hold(f"{name}.greedy_logits[{i}]", expected, got, abs(expected - got))
     num_tokens = sum(len(case["greedy_token_ids"]) for case in cases)
-    about = f"{len(cases)} prompts, {num_tokens} tokens; largest difference of a logit {difference.largest:.1e}"
+    about = (
+        f"{plural(len(cases), 'prompt')}, {plural(num_tokens, 'token')}; "
+        f"largest difference of a logit {difference.largest:.1e}"
+    )
     first = difference.first
     report = f"  {first['field']}: expected {first['expected']!r}, got {first['got']!r}" if first else ""
     name = f"{directory.name}/{way}"

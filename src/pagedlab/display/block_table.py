@@ -15,6 +15,7 @@ from pagedlab.trace.events import RequestState, StepScheduled
 from pagedlab.trace.state import EngineState
 from pagedlab.trace.trace import Trace
 from pagedlab.viz.text import safe
+from pagedlab.wording import plural
 
 MOST_LOGICAL_BLOCKS = 16   # drawn; the last ones, where the new tokens go
 MOST_PHYSICAL_BLOCKS = 32  # drawn; beyond that only those of the table
@@ -96,11 +97,12 @@ class BlockTableDiagram(Picture):
         computed = request.num_computed_tokens  # after the message has left, this step's tokens count
         width = min(size, 16)
         of_group = f", group {group}, blocks of {size}" if state.num_groups > 1 else ""
-        head = f"{request.request_id}: {len(request.token_ids)} tokens{of_group}"
+        head = f"{request.request_id}: {plural(len(request.token_ids), 'token')}{of_group}"
         rows = [f'<TR><TD COLSPAN="{width + 1}" BORDER="0"><B>{_words(head)}</B></TD></TR>']
         first = max(0, len(table) - MOST_LOGICAL_BLOCKS)
         if first:
-            rows.append(f'<TR><TD COLSPAN="{width + 1}" BORDER="0">… {first} blocks before</TD></TR>')
+            hidden = plural(first, "block")
+            rows.append(f'<TR><TD COLSPAN="{width + 1}" BORDER="0">… {hidden} before</TD></TR>')
         for logical in range(first, len(table)):
             cells = []
             for offset in range(size):

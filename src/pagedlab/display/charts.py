@@ -15,6 +15,7 @@ from pagedlab.trace.state import EngineState
 from pagedlab.trace.trace import Trace
 from pagedlab.viewer.pack import pack
 from pagedlab.viz.text import safe
+from pagedlab.wording import plural
 
 LANE_COLOURS = ("recomputed", "prefill", "decode", "queued", "preempted", "passed-over")  # by kind of segment
 LANE_NAMES = ("recomputed", "prefill", "decode", "queued", "preempted", "passed over")
@@ -72,7 +73,7 @@ class Timeline(Chart):
         if not any(step >= 0 for step in columns["step"]):
             raise UserError("this trace has no steps, so it has no timeline.")
         self._lanes = min(len(self._meta["requests"]), MOST_LANES)
-        super().__init__(f"timeline of {columns['step'][-1] + 1} steps", 8.6, 3.2 + 0.24 * self._lanes)
+        super().__init__(f"timeline of {plural(columns['step'][-1] + 1, 'step')}", 8.6, 3.2 + 0.24 * self._lanes)
 
     def draw(self, figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, max(0.5, 0.24 * self._lanes)])

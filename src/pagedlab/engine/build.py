@@ -20,6 +20,7 @@ from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import EngineSnapshot, Scalar
 from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
+from pagedlab.wording import plural
 from pagedlab.worker.kv_memory import Available, free_ram_bytes
 from pagedlab.worker.worker import Worker
 
@@ -100,8 +101,9 @@ def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, Att
     """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
     if config.num_blocks is None:
         too_large = (
-            f"the largest step, of {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests, does "
-            "not fit beside the model: lower max_num_batched_tokens or max_num_seqs."
+            f"the largest step, of {plural(config.max_num_batched_tokens, 'token')} and "
+            f"{plural(config.max_num_seqs, 'request')}, does not fit beside the model: lower max_num_batched_tokens "
+            "or max_num_seqs."
         )
         with _out_of_memory_says(too_large):
             return worker.determine_available_memory()
@@ -138,7 +140,7 @@ def _memory_needs(
     seats, tokens = config.max_num_seqs, config.max_num_batched_tokens
     return [
         (cache, f"the KV cache of {kv_cache_config.num_blocks:,} blocks takes", "num_blocks or kv_cache_memory"),
-        (seats * seat, f"the tables of {seats:,} requests of {max_model_len:,} tokens take",
+        (seats * seat, f"the tables of {plural(seats, 'request')} of {plural(max_model_len, 'token')} take",
          "max_num_seqs or max_model_len"),
         (tokens * 8 * len(sizes), f"the slots of a step of {tokens:,} tokens take", "max_num_batched_tokens"),
     ]  # fmt: skip

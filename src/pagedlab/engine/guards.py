@@ -15,6 +15,7 @@ from pagedlab.sched.output import SchedulerOutput
 from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import RequestRefused, Scalar
 from pagedlab.trace.tracer import trace
+from pagedlab.wording import plural
 
 MAX_STEPS_WITHOUT_PROGRESS = 100
 
@@ -49,21 +50,22 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
     usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
     if needed > usable:
         message = (
-            f"{name} has a prompt of {length} tokens that needs {needed} blocks, but the pool has {usable} usable "
-            "blocks: shorten the prompt or give the pool more blocks (num_blocks or kv_cache_memory)."
+            f"{name} has a prompt of {plural(length, 'token')} that needs {plural(needed, 'block')}, but the pool has "
+            f"{plural(usable, 'usable block')}: shorten the prompt or give the pool more blocks (num_blocks or "
+            "kv_cache_memory)."
         )
         return "never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable}
     if length >= config.max_model_len:
         message = (
-            f"{name} has a prompt of {length} tokens, but max_model_len is {config.max_model_len} and one token "
-            "of output needs room: shorten the prompt or raise max_model_len."
+            f"{name} has a prompt of {plural(length, 'token')}, but max_model_len is {config.max_model_len:,} and "
+            "one token of output needs room: shorten the prompt or raise max_model_len."
         )
         return "prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len}
     room, min_tokens = config.max_model_len - length, request.sampling_params.min_tokens
     if min_tokens > room:  # nothing may stop it before, and nothing can be computed after
         message = (
-            f"{name} has a prompt of {length} tokens and min_tokens {min_tokens}, but max_model_len is "
-            f"{config.max_model_len}: lower min_tokens to {room} or less, or raise max_model_len."
+            f"{name} has a prompt of {plural(length, 'token')} and min_tokens {min_tokens:,}, but max_model_len is "
+            f"{config.max_model_len:,}: lower min_tokens to {room:,} or less, or raise max_model_len."
         )
         return "min_tokens_too_large", message, {
             "num_prompt_tokens": length, "min_tokens": min_tokens, "max_model_len": config.max_model_len
@@ -71,8 +73,8 @@ def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dic
     budget = config.max_num_batched_tokens
     if larger_than_budget(config, length):
         message = (
-            f"{name} has a prompt of {length} tokens, but the budget is {budget} tokens a step and chunked prefill "
-            "is off: switch it on or raise max_num_batched_tokens."
+            f"{name} has a prompt of {plural(length, 'token')}, but the budget is {plural(budget, 'token')} a step and "
+            "chunked prefill is off: switch it on or raise max_num_batched_tokens."
         )
         return "larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget}
     return None
@@ -151,8 +153,9 @@ def explain_hopeless(scheduler: Scheduler, request: Request) -> tuple[str, dict[
         budget = scheduler.config.max_num_batched_tokens
         message = (
             f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: it was preempted "
-            f"and has {request.num_tokens} tokens to compute again, but the budget is {budget} tokens a step and "
-            "chunked prefill is off; switch it on or raise max_num_batched_tokens."
+            f"and has {plural(request.num_tokens, 'token')} to compute again, but the budget is "
+            f"{plural(budget, 'token')} a step and chunked prefill is off; switch it on or raise "
+            "max_num_batched_tokens."
         )
         return message, {
             "num_tokens": request.num_tokens, "max_num_batched_tokens": budget,
@@ -163,8 +166,9 @@ def explain_hopeless(scheduler: Scheduler, request: Request) -> tuple[str, dict[
     if needed <= usable and rivals:  # it fits alone; requests that preempt each other for ever end one by one
         competing = f", for which {rivals[0]}{' and others' if rivals[1:] else ''} competed"
     message = (
-        f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: its "
-        f"{request.num_tokens} tokens need {needed} blocks and the pool has {usable} usable blocks{competing} "
+        f"request {request.request_id} made no progress in {MAX_STEPS_WITHOUT_PROGRESS} steps: with "
+        f"{plural(request.num_tokens, 'token')} it needs {plural(needed, 'block')} and the pool has "
+        f"{plural(usable, 'usable block')}{competing} "
         "(num_blocks counts the null block too); give the pool more blocks or ask for fewer tokens."
     )
     return message, {

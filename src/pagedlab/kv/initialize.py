@@ -22,6 +22,7 @@ from pagedlab.kv.grouping import Specs, get_kv_cache_groups
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from pagedlab.trace.events import KvConfig, KvGroup, KvMemory, KvSpec, KvTensor, Scalar
 from pagedlab.trace.tracer import trace
+from pagedlab.wording import are, plural
 
 
 class NotEnoughMemory(UserError):
@@ -117,14 +118,14 @@ def resolve_max_model_len(
         raise _does_not_fit(config, available_bytes, wanted, num_needed(wanted), fitting)
     if fitting == 0:
         raise NotEnoughMemory(
-            f"num_blocks is {num_blocks}: {usable} usable blocks hold no request at all, as {len(groups)} "
-            f"KV-cache groups need a block each; give at least {num_needed(1) + 1}."
+            f"num_blocks is {num_blocks}: {plural(usable, 'usable block')} cannot hold a request at all, as "
+            f"{len(groups)} KV-cache groups need a block each; give at least {num_needed(1) + 1}."
         )
     if max_model_len is None:
         return fitting, None
     return max_model_len, (
-        f"one request of max_model_len {max_model_len:,} needs {num_needed(max_model_len):,} blocks and "
-        f"{usable:,} are usable: requests longer than {fitting:,} tokens will be refused or ended."
+        f"one request of max_model_len {max_model_len:,} needs {plural(num_needed(max_model_len), 'block')} and "
+        f"{are(usable)} usable: requests longer than {plural(fitting, 'token')} will be refused or ended."
     )
 
 
@@ -139,9 +140,9 @@ def _does_not_fit(
     per_block = _bytes_per_block(config.kv_cache_groups)
     advice = f"give max_model_len {fitting} or less, or" if fitting else "give"
     return NotEnoughMemory(
-        f"one request of max_model_len {length:,} needs {num_needed:,} blocks, but {available_bytes:,} bytes hold "
-        f"{max(config.num_blocks - 1, 0):,} usable blocks beside the null block, at {per_block:,} bytes each: "
-        f"{advice} at least {(num_needed + 1) * per_block} bytes of KV-cache memory.",
+        f"one request of max_model_len {length:,} needs {plural(num_needed, 'block')}, but {available_bytes:,} bytes "
+        f"hold {plural(max(config.num_blocks - 1, 0), 'usable block')} beside the null block, at {per_block:,} "
+        f"bytes each: {advice} at least {(num_needed + 1) * per_block} bytes of KV-cache memory.",
         fitting,
     )
 

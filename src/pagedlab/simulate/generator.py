@@ -15,6 +15,7 @@ from typing import Any
 
 from pagedlab.errors import UserError
 from pagedlab.simulate.workload import MAX_TOKENS, SimulatedRequest, Workload, mean
+from pagedlab.wording import plural
 
 DEFAULT_GENERATOR = "sharegpt-like"
 DEFAULT_NUM_REQUESTS = 1000
@@ -111,7 +112,7 @@ def generate(
         for i, (step, (num_prompt, num_output)) in enumerate(zip(steps, lengths, strict=True))
     ]
     drawn = (
-        f"{num_requests:,} requests, seed {seed}: prompts {parts.prompt_lengths}, on average "
+        f"{plural(num_requests, 'request')}, seed {seed}: prompts {parts.prompt_lengths}, on average "
         f"{mean([p for p, _ in lengths]):.0f} tokens; outputs {parts.output_lengths}, on average "
         f"{mean([o for _, o in lengths]):.0f}; arrivals {parts.arrivals}"
     )

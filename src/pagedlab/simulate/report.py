@@ -11,6 +11,7 @@ from typing import Any
 from pagedlab.simulate.memory import CATEGORIES, MemoryBySteps
 from pagedlab.simulate.paged import Simulation
 from pagedlab.simulate.workload import mean
+from pagedlab.wording import plural
 
 WIDTH = 80
 NUM_PHASES = 10  # rows of the table over time
@@ -55,10 +56,11 @@ def _setting(about: str, config: Mapping[str, Any], memory: MemoryBySteps) -> st
         [
             _wrapped(f"Workload: {about}."),
             _wrapped(
-                f"Pool: {config['num_blocks'] - 1:,} usable blocks of {config['block_size']} tokens, "
-                f"{memory.num_slots:,} slots; policy {config.get('policy', 'fcfs')}, "
-                f"{config.get('max_num_seqs', 256)} seats, {config.get('max_num_batched_tokens', 2048):,} tokens a "
-                f"step, max_model_len {config.get('max_model_len', 2048):,}, prefix caching {caching}, chunked "
+                f"Pool: {plural(config['num_blocks'] - 1, 'usable block')} of {plural(config['block_size'], 'token')}, "
+                f"{plural(memory.num_slots, 'slot')}; policy {config.get('policy', 'fcfs')}, "
+                f"{plural(config.get('max_num_seqs', 256), 'seat')}, "
+                f"{plural(config.get('max_num_batched_tokens', 2048), 'token')} a step, "
+                f"max_model_len {config.get('max_model_len', 2048):,}, prefix caching {caching}, chunked "
                 f"prefill {chunked}."
             ),
         ]
@@ -79,7 +81,7 @@ def _counts(run: Simulation) -> str:
         "preemptions": f"{run.num_preemptions:,}",
         "recomputed tokens": f"{run.num_recomputed_tokens:,}, {_percent(run.num_recomputed_tokens, scheduled)}"
         " of those scheduled",
-        "prefix-cache hits": f"{hits:,} of {run.num_prompt_tokens:,} prompt tokens, "
+        "prefix-cache hits": f"{hits:,} of {plural(run.num_prompt_tokens, 'prompt token')}, "
         f"{_percent(hits, run.num_prompt_tokens)}",
         "  as vLLM counts": f"{run.lookup_hits:,} of {run.lookup_queries:,} in all look-ups, "
         f"{_percent(run.lookup_hits, run.lookup_queries)}",

@@ -18,6 +18,7 @@ from pagedlab.errors import UserError
 from pagedlab.kv.hashing import request_block_hasher
 from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
+from pagedlab.wording import plural
 
 MAX_TOKENS = 1 << 20     # most tokens of one request
 MIN_VOCABULARY = 32_768  # so many token ids, or one per source if there are more sources
@@ -121,7 +122,7 @@ def read_jsonl(path: Path) -> Workload:
             requests.append(request)
     if not requests:
         raise UserError(f"{path} has no request: give one JSON object a line.")
-    return Workload(path.name, f"{len(requests):,} requests from {path}", requests)
+    return Workload(path.name, f"{plural(len(requests), 'request')} from {path}", requests)
 
 
 _NUMBERS = {"arrival_step": 0, "num_prompt_tokens": 1, "num_output_tokens": 1, "num_prefix_tokens": 0}  # least values

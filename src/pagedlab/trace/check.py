@@ -41,6 +41,7 @@ from pagedlab.trace.events import (
 )
 from pagedlab.trace.state import EngineState, Fold, describe, same
 from pagedlab.trace.trace import Trace
+from pagedlab.wording import plural
 
 INVARIANTS = {
     "complete": "no record is missing, and each fits the state before it",
@@ -230,16 +231,16 @@ class EngineCheck:
 
     def slots_refused(self, state: EngineState, e: SlotsRefused) -> None:
         if e.num_free != len(state.free_queue) or e.num_needed <= e.num_free:
-            raise _Broken("counts", f"{e.request_id} was refused {e.num_needed} blocks with {e.num_free} free, but "
-                                    f"{len(state.free_queue)} are free")
+            raise _Broken("counts", f"{e.request_id} was refused {plural(e.num_needed, 'block')} with {e.num_free} "
+                                    f"free, but {len(state.free_queue)} are free")
 
     def request_considered(self, state: EngineState, e: RequestConsidered) -> None:
         self.explained.add(e.request_id)
         if e.budget_before != self.budget or e.budget_before - e.num_tokens_granted != e.budget_after:
-            raise _Broken("budget", f"{e.request_id} was granted {e.num_tokens_granted} tokens of {e.budget_before} "
-                                    f"and left {e.budget_after}, but {self.budget} were left")
+            raise _Broken("budget", f"{e.request_id} was granted {plural(e.num_tokens_granted, 'token')} of "
+                                    f"{e.budget_before} and left {e.budget_after}, but {self.budget} were left")
         if e.budget_after < 0 or not 0 <= e.num_tokens_granted <= max(e.num_tokens_wanted, 0):
-            raise _Broken("budget", f"{e.request_id} was granted {e.num_tokens_granted} tokens, wanted "
+            raise _Broken("budget", f"{e.request_id} was granted {plural(e.num_tokens_granted, 'token')}, wanted "
                                     f"{e.num_tokens_wanted}, and the budget was {e.budget_before}")
         self.budget = e.budget_after
         if e.outcome == "scheduled":
@@ -352,8 +353,8 @@ class EngineCheck:
                 overtook = sum(other > place for other in self.admitted)
                 if overtook:
                     self.notices.append(
-                        f"starvation: {request_id} has waited {state.step - step} steps, while {overtook} requests "
-                        "that came after it were admitted"
+                        f"starvation: {request_id} has waited {plural(state.step - step, 'step')}, while "
+                        f"{plural(overtook, 'request')} that came after it had been admitted"
                     )
 
     # ---------------------------------------------------------------- the whole state
@@ -372,7 +373,7 @@ class EngineCheck:
             at_fault = (state.running or state.waiting)[0]
             self.notices.append(
                 f"livelock: up to step {state.step} no request got any further in {STEPS_WITHOUT_PROGRESS} steps; "
-                f"{at_fault} stands first and {len(state.requests)} requests are unfinished"
+                f"{at_fault} stands first of {plural(len(state.requests), 'unfinished request')}"
             )
 
     def _check_pool(self, state: EngineState) -> None:

@@ -19,6 +19,7 @@ import zstandard
 
 from pagedlab.errors import UserError
 from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceHeader, kind_of
+from pagedlab.wording import plural
 
 MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
 MAX_RECORD_BYTES = 64 << 20  # no newline in so much: not JSON Lines
@@ -185,10 +186,12 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
             gc.enable()
     if num_unknown:
         kinds = ", ".join(sorted(num_unknown)[:5]) + (", …" if len(num_unknown) > 5 else "")
-        notice(f"{path}: skipped {sum(num_unknown.values())} records of kinds this version does not know ({kinds})")
+        skipped = plural(sum(num_unknown.values()), "record")
+        notice(f"{path}: skipped {skipped} of kinds this version does not know ({kinds})")
     ends_early = header.ends_with is not None and kind_of(events[-1]) != header.ends_with
     if is_cut or ends_early:
-        notice(f"{path}: the file is cut; showing its first {len(events)} records, up to step {events[-1].step}")
+        first = plural(len(events), "record")
+        notice(f"{path}: the file is cut; showing its first {first}, up to step {events[-1].step}")
     return events
 
 

@@ -23,6 +23,7 @@ from pagedlab.trace.events import (
     StepScheduled,
     StepStarted,
 )
+from pagedlab.wording import plural
 
 if TYPE_CHECKING:
     from pagedlab.trace.trace import Trace
@@ -114,7 +115,7 @@ class _Tracks:
                 yield from self._slice(ENGINE, stage, stage, inside, nanoseconds, {"step": started.step})
                 inside += nanoseconds
         for request_id, num_tokens in (self.scheduled.num_scheduled_tokens if self.scheduled else {}).items():
-            name = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+            name = plural(num_tokens, "token")
             yield from self._slice(REQUESTS, request_id, name, started.t_ns, duration, {"step": started.step})
 
     def _end_of_waiting(self, request_id: str, t_ns: int) -> Iterator[Record]:

@@ -19,6 +19,7 @@ from pagedlab.trace.events import (
     RequestOutput,
 )
 from pagedlab.trace.trace import Trace
+from pagedlab.wording import plural
 
 # What decides; the rest of EngineConfig is about the model's half.
 _CONFIG = (
@@ -46,7 +47,8 @@ def scenario_from(trace: Trace, *, anonymise: bool = False, name: str = "from-tr
     document = {
         "format": "pagedlab-scenario/1",
         "name": name,
-        "about": f"{len(requests)} requests over {max(trace.steps) + 1} steps, as one trace recorded them.",
+        "about": f"{plural(len(requests), 'request')} over {plural(max(trace.steps) + 1, 'step')}, "
+                 "as one trace recorded them.",
         "config": config,
         "requests": requests,
         "script": _script(events),

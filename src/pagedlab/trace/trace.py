@@ -30,6 +30,7 @@ from pagedlab.trace.events import (
     kind_of,
 )
 from pagedlab.trace.file import load_trace, save_trace
+from pagedlab.wording import plural
 
 if TYPE_CHECKING:
     from pagedlab.display.block_table import BlockTableDiagram
@@ -61,7 +62,7 @@ class StepTrace:
         return len(self.events)
 
     def __repr__(self) -> str:
-        return f"<step {self.step}: {len(self.events)} events>"
+        return f"<step {self.step}: {plural(len(self.events), 'event')}>"
 
 
 class RequestTrace:
@@ -87,7 +88,7 @@ class RequestTrace:
         return len(self.events)
 
     def __repr__(self) -> str:
-        return f"<request {self.request_id}: {len(self.events)} events>"
+        return f"<request {self.request_id}: {plural(len(self.events), 'event')}>"
 
 
 class Trace:
@@ -133,7 +134,10 @@ class Trace:
         return len(self.events)
 
     def __repr__(self) -> str:
-        return f"<Trace: {len(self)} events, {len(self.steps)} steps, {len(self.requests)} requests>"
+        return (
+            f"<Trace: {plural(len(self), 'event')}, {plural(len(self.steps), 'step')}, "
+            f"{plural(len(self.requests), 'request')}>"
+        )
 
     @property
     def header(self) -> TraceHeader:

@@ -28,6 +28,7 @@ from pagedlab.trace.events import (
     StepStarted,
 )
 from pagedlab.trace.trace import StepTrace, Trace, request_ids_of
+from pagedlab.wording import plural
 
 E = TypeVar("E", bound=Event)
 
@@ -288,8 +289,8 @@ def journey(trace: Trace, request_id: str) -> Answer:
     if not any(type(e) is RequestRefused for e in events):
         answer.lines.append(
             f"In all: {_steps(totals['queue_steps'])} in the queue ({totals['queue_ns'] / 1e6:.1f} ms), "
-            f"{totals['num_cached_tokens']} tokens from the prefix cache, {totals['num_recomputed_tokens']} recomputed "
-            f"after {totals['num_preemptions']} preemption{'s' * (totals['num_preemptions'] != 1)}, "
+            f"{_tokens(totals['num_cached_tokens'])} from the prefix cache, {totals['num_recomputed_tokens']} "
+            f"recomputed after {plural(totals['num_preemptions'], 'preemption')}, "
             f"{totals['num_output_tokens']} generated."
         )
     return answer
@@ -300,7 +301,7 @@ def _rows_of_snapshot(trace: Trace, request_id: str) -> list[_Row]:
     known = next((r for r in snapshot.requests if r.request_id == request_id), None) if snapshot is not None else None
     if snapshot is None or known is None:
         return []
-    progress = f"{known.num_computed_tokens} of {len(known.token_ids)} tokens computed"
+    progress = f"{known.num_computed_tokens} of {_tokens(len(known.token_ids))} computed"
     text = f"when tracing began it was {known.status}, {progress}"
     return [_Row(snapshot.seq, snapshot.step, text, after=True)]
 

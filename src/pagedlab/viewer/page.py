@@ -11,6 +11,7 @@ from pagedlab.errors import UserError
 from pagedlab.trace.file import whole_file
 from pagedlab.trace.trace import Trace
 from pagedlab.viewer.pack import Packed, pack
+from pagedlab.wording import plural
 
 MAX_BYTES = 25 << 20  # of a page; beyond that a browser is no pleasure
 
@@ -54,7 +55,8 @@ def write_page(trace: Trace, path: Path, steps: tuple[int, int] | None = None) -
         last = packed.meta["columns"]["step"][-1]
         raise UserError(
             f"the page would take {size / 2**20:.0f} MiB and {MAX_BYTES >> 20} is the most a browser should load: "
-            f"view a part of the {last + 1} steps, for example with --steps 0:{max(1, last * MAX_BYTES // (2 * size))}."
+            f"view a part of the {plural(last + 1, 'step')}, for example with "
+            f"--steps 0:{max(1, last * MAX_BYTES // (2 * size))}."
         )
     try:
         with whole_file(path) as place:

@@ -26,6 +26,12 @@ export function show(value) {
   });
 }
 
+/** "1 block", "5 blocks".
+ * @param {number} count @param {string} noun */
+function plural(count, noun) {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 /** @param {string} tag @param {Record<string, any>} [attributes] @param {(Node | string)[]} children @returns {any} */
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -228,8 +234,10 @@ class Viewer {
   aboutLine() {
     const { model, config } = this.meta.header;
     const parts = [];
-    if (model.num_hidden_layers) parts.push(`${model.num_hidden_layers} layers`);
-    parts.push(`${this.meta.num_blocks - 1} usable blocks of ${[...new Set(this.meta.block_sizes)].join(" and ")} tokens (and the null block)`);
+    if (model.num_hidden_layers) parts.push(plural(model.num_hidden_layers, "layer"));
+    const sizes = [...new Set(this.meta.block_sizes)];
+    const each = sizes.length === 1 ? plural(sizes[0], "token") : `${sizes.join(" and ")} tokens`;
+    parts.push(`${plural(this.meta.num_blocks - 1, "usable block")} of ${each} (and the null block)`);
     if (config.policy) parts.push(String(config.policy));
     parts.push(`recorded at ${this.meta.header.record}`);
     if (!this.meta.is_complete) parts.push("the trace has no end: it was cut, or still being recorded");
@@ -514,7 +522,7 @@ class Viewer {
       if (r.kind === "request_considered") {
         const why = this.meta.reasons[r.reason] ?? r.reason;
         const numbers = r.num_needed_blocks != null ? ` (needs ${r.num_needed_blocks}, ${r.num_free_blocks} free)` : "";
-        const verb = r.outcome === "scheduled" ? `${r.num_tokens_granted} of ${r.num_tokens_wanted} tokens` : r.outcome;
+        const verb = r.outcome === "scheduled" ? `${r.num_tokens_granted} of ${plural(r.num_tokens_wanted, "token")}` : r.outcome;
         said.set(r.request_id, r.reason === "all_tokens" ? verb : `${verb}: ${why}${numbers}`);
       } else if (r.kind === "request_preempted") {
         said.set(r.request_id, `preempted for ${r.on_behalf_of}: ${r.rule}`);
@@ -759,7 +767,7 @@ class Viewer {
     const now = scheduled ? `, ${scheduled} of them in this step` : "";
     const groups = r.tables.map((_, group) => this.groupOf(request, group, r.computed - scheduled));
     return el("div", { class: "request", "data-request": info.id },
-      el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${r.known} tokens computed${now}`)),
+      el("h3", { style: `--owner:${hue(request)}` }, show(info.id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${plural(r.known, "token")} computed${now}`)),
       el("div", { class: "groups" }, ...groups));
   }
 
@@ -965,7 +973,7 @@ class Viewer {
       ...written.map((e) => el("option", { value: e.layer, selected: e === log }, show(e.layer))));
     this.writes.replaceChildren(
       el("label", { class: "note" }, "layer ", select),
-      el("p", { class: "note" }, show(`Written by ${log.source}: ${log.slot.length} slot${log.slot.length === 1 ? "" : "s"}. A cell shows the beginning of its checksum; · was not written in this step.`)),
+      el("p", { class: "note" }, show(`Written by ${log.source}: ${plural(log.slot.length, "slot")}. A cell shows the beginning of its checksum; · was not written in this step.`)),
       this.writtenBlocks(log), ...this.readsOf(log));
   }
 
@@ -984,7 +992,7 @@ class Viewer {
     const drawn = [...blocks].slice(0, 32).map(([block, offsets]) => el("div", { class: "block" },
       el("button", { class: "head", onclick: () => this.chooseBlock(block) }, `block ${block}`),
       el("div", { class: "cells" }, ...Array.from({ length: size }, (_, offset) => cell(offsets.get(offset))))));
-    if (blocks.size > drawn.length) drawn.push(el("p", { class: "note" }, `… ${blocks.size - drawn.length} more blocks`));
+    if (blocks.size > drawn.length) drawn.push(el("p", { class: "note" }, `… ${plural(blocks.size - drawn.length, "more block")}`));
     return el("div", { class: "blocks" }, ...drawn);
   }
 

@@ -8,9 +8,10 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from pagedlab.trace.events import BlockAllocated, BlockCached, BlockEvicted, BlockFreed, BlockTouched, TokensSampled
-from pagedlab.viz.decisions import more, plural
+from pagedlab.viz.decisions import more
 from pagedlab.viz.layout import GLUE, Part, Pen, glue
 from pagedlab.viz.step_view import Pool, RequestView, StepView
+from pagedlab.wording import plural
 
 BUSIEST = ("shared", "in_use", "cached", "free", "null")  # which state a cell of several blocks shows
 CLUSTER = 16  # cells between two gaps, so that they can be counted; at 80 columns a row has 64

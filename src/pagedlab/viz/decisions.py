@@ -18,10 +18,7 @@ from pagedlab.trace.events import (
 )
 from pagedlab.viz.layout import Part, Pen, glue
 from pagedlab.viz.step_view import StepView
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+from pagedlab.wording import are, plural
 
 
 def more(count: int) -> str:
@@ -233,7 +230,7 @@ def _not_reached(pen: Pen, event: QueueNotReached) -> list[Part]:
     if event.head_request_id is not None:
         parts += [" – head ", pen.name(event.head_request_id)]
         if event.num_needed_blocks is not None:
-            parts.append(f" needs {event.num_needed_blocks} blocks, {event.num_free_blocks} are free")
+            parts.append(f" needs {plural(event.num_needed_blocks, 'block')}, {are(event.num_free_blocks or 0)} free")
     elif event.limit is not None:
         parts.append(f" (limit {event.limit:,})")
     return parts

@@ -16,8 +16,8 @@ from pagedlab.trace.events import (
     Scalar,
     TraceHeader,
 )
-from pagedlab.viz.decisions import plural
 from pagedlab.viz.layout import GLUE, Part, Pen, glue
+from pagedlab.wording import plural
 
 HOW_FOUND = {
     "stated": "as stated",
@@ -64,15 +64,19 @@ def _model(pen: Pen, model: dict[str, Scalar | list[Scalar]]) -> list[Part]:
         value = next((model[name] for name in names if model.get(name) is not None), None)
         return None if value is None else f"{value:,}" if type(value) is int else pen.plain(str(value), 60)
 
+    def several(number: str, noun: str) -> str:
+        return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+
     parts: list[Part] = [(get("name", "model") or "unnamed", "number")]
     if kind := get("architecture", "model_type"):
         parts.append(f" ({kind})")
     facts = []
     if layers := get("layers", "num_hidden_layers", "num_layers"):
-        facts.append(f"{layers} layers")
+        facts.append(several(layers, "layer"))
     heads, kv_heads = get("heads", "num_attention_heads"), get("kv_heads", "num_key_value_heads", "num_kv_heads")
     if heads:
-        facts.append(f"{heads} query heads" + (f" that share {kv_heads} key-value heads" if kv_heads else ""))
+        shared = f" that share {several(kv_heads, 'key-value head')}" if kv_heads else ""
+        facts.append(several(heads, "query head") + shared)
     for label, value in (("head dim", get("head_dim", "head_size")), ("hidden", get("hidden_size", "hidden")),
                          ("vocabulary", get("vocab_size"))):
         if value:
@@ -87,13 +91,14 @@ def _model(pen: Pen, model: dict[str, Scalar | list[Scalar]]) -> list[Part]:
 def _config(pen: Pen, config: dict[str, Scalar]) -> list[Part]:
     facts = []
     words = (
-        ("block_size", "blocks of {} tokens"), ("max_num_batched_tokens", "token budget {} a step"),
-        ("max_num_seqs", "at most {} requests at once"), ("max_model_len", "at most {} tokens a request"),
+        ("block_size", "blocks of {} token(s)"), ("max_num_batched_tokens", "token budget {} a step"),
+        ("max_num_seqs", "at most {} request(s) at once"), ("max_model_len", "at most {} token(s) a request"),
         ("policy", "policy {}"), ("device", "on {}"), ("attention_backend", "attention {}"), ("runner", "runner {}"),
     )
     for name, sentence in words:
         value = config.get(name)
         if value is not None:
+            sentence = sentence.replace("(s)", "" if value == 1 else "s")
             facts.append(sentence.format(f"{value:,}" if type(value) is int else pen.plain(str(value), 40)))
     for name, label in (("enable_prefix_caching", "prefix caching"), ("enable_chunked_prefill", "chunked prefill")):
         if name in config:
@@ -117,8 +122,8 @@ def _memory(pen: Pen, events: list[Event]) -> list[Text]:
         width = DTYPE_BYTES.get(spec.dtype)
         parts: list[Part] = ["one block of one layer = "]
         if width is not None and 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * width == spec.page_bytes:
-            parts.append(f"2 (key, value) · {spec.block_size} tokens · {spec.num_kv_heads} kv heads · "
-                         f"{spec.head_dim} dims · {width} bytes = ")
+            parts.append(f"2 (key, value) · {plural(spec.block_size, 'token')} · "
+                         f"{plural(spec.num_kv_heads, 'kv head')} · {spec.head_dim} dims · {width} bytes = ")
         parts += [(glue(f"{spec.page_bytes:,} B"), "number")]
         if len(kinds) > 1:
             parts.append(f" ({plural(len(same), 'layer')}, {pen.plain(kind_of(spec))})")
@@ -139,8 +144,10 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
     pages = [group.page_bytes for group in config.groups]
     layers = config.bytes_per_block // pages[0] if pages and pages[0] and len(set(pages)) == 1 else 0
     if layers and layers * pages[0] == config.bytes_per_block:
-        what = "layers" if len(config.groups) == 1 else "buffers (each shared by one layer of every group)"
-        lines += pen.paragraph(f"one block = {pages[0]:,} B × {layers} {what} = ",
+        factor = plural(layers, "layer")
+        if len(config.groups) > 1:
+            factor = f"{plural(layers, 'buffer')} (each shared by one layer of every group)"
+        lines += pen.paragraph(f"one block = {pages[0]:,} B × {factor} = ",
                                (glue(f"{config.bytes_per_block:,} B"), "number"), hang=2)
     else:
         lines += pen.paragraph("one block, all buffers = ", (glue(f"{config.bytes_per_block:,} B"), "number"), hang=2)
@@ -152,7 +159,8 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
     else:
         how = f" ({HOW_FOUND.get(memory.how) or pen.plain(memory.how)})" if memory is not None else ""
         parts = [f"{config.available_bytes:,} B{how} ÷ one block = ", (f"{config.num_blocks:,} blocks", "number")]
-    lines += pen.paragraph(*parts, f"; block 0 is the null block, so {usable:,} hold tokens",
+    hold = "holds" if usable == 1 else "hold"
+    lines += pen.paragraph(*parts, f"; block 0 is the null block, so {usable:,} {hold} tokens",
                            ": " + glue(f"{usable * tokens:,} slots") if len(config.groups) == 1 else "", hang=2)
     if memory is not None and memory.terms and memory.how != "num_blocks_given":
         terms = " · ".join(f"{pen.plain(key, 40).replace('_', ' ')} {_term(pen, key, value)}"
@@ -170,7 +178,7 @@ def _blocks(pen: Pen, config: KvConfig, memory: KvMemory | None) -> list[Text]:
 def kind_of(spec: KvSpec | KvGroup) -> str:
     """``full attention``, ``sliding window of 64 tokens``; a stranger's word is still to be made safe."""
     kind = spec.kind_of_attention.replace("_", " ")
-    return kind + (f" of {spec.sliding_window} tokens" if spec.sliding_window else " attention")
+    return kind + (f" of {plural(spec.sliding_window, 'token')}" if spec.sliding_window else " attention")
 
 
 def _term(pen: Pen, key: str, value: Scalar) -> str:
@@ -186,8 +194,8 @@ def _start(pen: Pen, events: list[Event]) -> list[Text]:
         return []
     return pen.paragraph(
         f"the engine was already at work: {len(snapshot.running)} running, {len(snapshot.waiting)} waiting, "
-        f"{len(snapshot.ref_counts)} blocks in use, {len(snapshot.cached_blocks)} blocks with a hash, "
-        f"{len(snapshot.free_queue)} of {snapshot.num_blocks - 1} usable blocks free", hang=2)
+        f"{plural(len(snapshot.ref_counts), 'block')} in use, {plural(len(snapshot.cached_blocks), 'block')} with a "
+        f"hash, {len(snapshot.free_queue):,} of {plural(snapshot.num_blocks - 1, 'usable block')} free", hang=2)
 
 
 def legend(pen: Pen) -> list[Text]:

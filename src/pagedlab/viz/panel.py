@@ -22,13 +22,14 @@ from pagedlab.trace.events import (
     TokensSampled,
 )
 from pagedlab.viz.blocks import Group, block_table, changes, next_free, pool_strip
-from pagedlab.viz.decisions import decisions, plural, queues, still_refused
+from pagedlab.viz.decisions import decisions, queues, still_refused
 from pagedlab.viz.layout import Part, Pen
 from pagedlab.viz.requests import finished
 from pagedlab.viz.step_view import StepView
 from pagedlab.viz.tensors import batch, by_whom, index_chain, launches, written
 from pagedlab.viz.text import pad, safe
 from pagedlab.viz.tokens import growing_text, percent, sampled
+from pagedlab.wording import plural
 
 WIDE = 150  # from here on two columns
 DECISIONS, BLOCKS, TENSORS, KERNELS = (LEVELS.index(level) for level in LEVELS[1:])
@@ -195,7 +196,8 @@ def step_line(pen: Pen, view: StepView) -> list[Text]:
     if started is not None:
         parts.append(f"{started.num_running:>3} running {started.num_waiting:>3} waiting ")
     if scheduled is not None:
-        parts.append(f"{scheduled.total_num_scheduled_tokens:>5} tokens ")
+        total = scheduled.total_num_scheduled_tokens
+        parts.append(f"{total:>5} {'token ' if total == 1 else 'tokens'} ")
         if scheduled.preempted:
             parts += [("preempted ", "bad"), ", ".join(str(pen.name(name)[0]) for name in scheduled.preempted[:4]), " "]
     for emitted in view.of(TextEmitted)[: pen.limits.requests]:

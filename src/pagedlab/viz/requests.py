@@ -9,10 +9,10 @@ from rich.text import Text
 from pagedlab.trace.events import LEVELS, Event, PrefixCacheReset, RequestAdded, RequestFinished, RequestRefused
 from pagedlab.trace.state import EngineState
 from pagedlab.viz.blocks import pool_strip
-from pagedlab.viz.decisions import plural
 from pagedlab.viz.layout import Part, Pen
 from pagedlab.viz.step_view import Pool
 from pagedlab.viz.text import safe_lines
+from pagedlab.wording import plural
 
 if TYPE_CHECKING:
     from pagedlab.viz.terminal import Story

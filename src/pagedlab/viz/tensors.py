@@ -15,9 +15,9 @@ from pagedlab.trace.events import (
     SlotsMapped,
     TablesGathered,
 )
-from pagedlab.viz.decisions import plural
 from pagedlab.viz.layout import Part, Pen
 from pagedlab.viz.step_view import StepView
+from pagedlab.wording import plural
 
 HOW = {
     "compiled": "compiled kernel", "interpreted": "interpreted kernel", "torch": "torch twin",
@@ -207,7 +207,7 @@ def batch(pen: Pen, view: StepView) -> list[Text]:
     for meta in view.of(MetadataBuilt):
         shapes = " · ".join(f"{pen.plain(key)} {value}" for key, value in meta.shapes.items())
         lines += pen.paragraph(f"attention metadata, group {meta.group}: ", (pen.plain(meta.backend), "number"),
-                               f" · {meta.num_actual_tokens} tokens · max_query_len {meta.max_query_len} · "
+                               f" · {plural(meta.num_actual_tokens, 'token')} · max_query_len {meta.max_query_len} · "
                                f"max_seq_len {meta.max_seq_len}", (f" · {shapes}" if shapes else "", "dim"), hang=2)
     return lines
 

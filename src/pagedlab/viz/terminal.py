@@ -55,6 +55,7 @@ from pagedlab.viz.panel import condensed, idle, panel, step_line
 from pagedlab.viz.requests import added, ending, other
 from pagedlab.viz.step_view import Pool, StepView
 from pagedlab.viz.theme import Theme, make_console
+from pagedlab.wording import plural
 
 BRIEF = Limits(requests=6, tables=4, chain=6, first_blocks=1, prompt=30, candidates=3, ids=8, text_lines=3)
 MAX_ARRIVALS = 20  # requests told one by one between two steps
@@ -125,7 +126,8 @@ class TerminalTracer:
                 story.block_sizes = event.block_sizes
         elif isinstance(event, TraceGap):
             self._flush()
-            self._print(self._pen().paragraph((f"{event.num_lost:,} records are missing here: ", "bad"),
+            verb = "is" if event.num_lost == 1 else "are"
+            self._print(self._pen().paragraph((f"{plural(event.num_lost, 'record')} {verb} missing here: ", "bad"),
                                               self._pen().plain(event.why), hang=2))
         elif isinstance(event, StepStarted):
             self._flush()

@@ -1,0 +1,13 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 usable block``, ``2,048 tokens``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def are(count: int) -> str:
+    """The verb behind a number: ``1 is``, ``12 are``."""
+    return f"{count:,} is" if count == 1 else f"{count:,} are"
