@@ -1,5 +1,6 @@
 """The site is built offline and in strict mode, and its pages work from a folder and from a server."""
 
+import ast
 import functools
 import gzip
 import html
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from dataclasses import fields
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -167,6 +169,24 @@ def test_every_fault_on_its_page_is_marked_in_the_code_it_names():
         node = hooks().find(module, symbol)
         source = "\n".join(path.read_text().splitlines()[node.lineno - 1 : node.end_lineno])
         assert "0.14.1" in source or module == "engine.guards", symbol
+
+
+def test_every_place_marked_as_a_fault_has_its_row():
+    text = (ROOT / "walkthrough" / "known-faults.md").read_text()
+    rows = Counter(re.findall(r"\{\{ code ([\w.]+:[\w.]+) \}\}", text))
+    marked = Counter()
+    for path in (ROOT / "src" / "pagedlab").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT / "src" / "pagedlab").with_suffix("").parts)
+        lines = [n for n, line in enumerate(path.read_text().splitlines(), start=1) if "0.14.1 fault:" in line]
+        for owner in ast.parse(path.read_text()).body if lines else ():
+            for node in [owner, *getattr(owner, "body", ())]:
+                if isinstance(node, ast.FunctionDef):
+                    symbol = f"{module}:{node.name}" if node is owner else f"{module}:{owner.name}.{node.name}"
+                    marked[symbol] += sum(node.lineno <= n <= node.end_lineno for n in lines)
+                    lines = [n for n in lines if not node.lineno <= n <= node.end_lineno]
+        assert lines == [], f"{path}: a fault outside a function"
+    assert marked.total() >= 7 and marked["sched.scheduler:Scheduler._preempt"] == 1
+    assert marked - rows == Counter()
 
 
 def test_the_event_table_lists_every_event_class(site):
