@@ -40,9 +40,8 @@ class PagedDriver:
         self.groups = {}  # spec -> layer names
         for name, layer in layers.items():
             spec = layer.get_kv_cache_spec(block_size, str(dtype).removeprefix("torch."))
-            layer.kv_cache = torch.full(
-                (2, num_blocks, block_size, spec.num_kv_heads, spec.head_size), fill, dtype=dtype
-            )
+            size = 2 * num_blocks * block_size * spec.num_kv_heads * spec.head_size
+            layer.kv_cache = layer.impl.view_kv_cache(torch.full((size,), fill, dtype=dtype), num_blocks, spec)
             self.groups.setdefault(spec, []).append(name)
         self.builders = [self.backend.make_builder(g, spec) for g, spec in enumerate(self.groups)]
         self.free = list(range(1, num_blocks))

@@ -171,7 +171,7 @@ def test_flash_attn_is_asked_for_the_same_attention(window):
         impl = backend.make_impl(layer)
         (spec, _names), = driver.groups.items()
         driver.builders = [backend.make_builder(0, type(spec)(16, 2, 32, "float32", window))]
-        cache = torch.zeros(2, 64, 16, 2, 32)
+        cache = impl.view_kv_cache(torch.zeros(2 * 64 * 16 * 2 * 32), 64, driver.builders[0].spec)
         driver.start("r0")
         driver.start("r1")
         generator = torch.Generator().manual_seed(0)

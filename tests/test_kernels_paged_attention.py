@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedlab.attention.metadata import CommonAttentionMetadata
-from pagedlab.attention.torch_backend import TorchMetadataBuilder, paged_attention_calls
+from pagedlab.attention.torch_backend import TorchMetadataBuilder, heads_first, paged_attention_calls
 from pagedlab.kernels.paged_attention import (
     QueryTiles,
     choose_num_splits,
@@ -79,8 +79,9 @@ class Case:
             slot_mapping=torch.zeros(len(self.query), dtype=torch.int64),
         )
         reads = torch.full_like(self.block_table, -1)
-        metadata = TorchMetadataBuilder(0, spec).build(common)
-        output = paged_attention_calls(self.query, self.kv_cache, metadata, self.scale, reads)
+        metadata = TorchMetadataBuilder(0, spec, self.query.shape[1] // spec.num_kv_heads).build(common)
+        kv_cache = heads_first(heads_first(self.kv_cache).contiguous())
+        output = paged_attention_calls(self.query, kv_cache, metadata, self.scale, reads)
         assert self.blocks(reads) == self.expected_reads
         return output
 

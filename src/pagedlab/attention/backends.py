@@ -59,6 +59,13 @@ class AttentionImpl(ABC):
             [T, num_heads, head_size]; zero for padding tokens.
         """
 
+    def view_kv_cache(self, memory: Tensor, num_blocks: int, spec: AttentionSpec) -> Tensor:
+        """A layer's buffer, flat and in the spec's dtype, as [2, num_blocks, block_size, num_kv_heads, head_size].
+
+        The dimensions may have another order in memory (in vLLM, ``get_kv_cache_stride_order`` says which).
+        """
+        return memory.view(2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+
     def wants_log(self) -> bool:
         """Whether the kernels of this layer are to log what they do: a compile-time flag of theirs."""
         return trace.kernels and trace.traces_layer(self.config.layer_index)

@@ -87,10 +87,15 @@ def _throughput(
 ) -> dict[str, Any]:
     """Warm up, then measure in alternation with the rival if there is one; everything as medians."""
     from pagedlab.bench.throughput import Workload, check_fits, run_engine
+    from pagedlab.config import EngineConfig
     from pagedlab.engine.llm import LLM
 
-    sized = {"num_blocks", "kv_cache_memory", "max_model_len"} & set(knobs.engine)
-    llm = LLM(config=knobs.engine_config(**({} if sized else {"max_model_len": input_len[1] + output_len[1]})))
+    fitting: dict[str, Any] = {}
+    if "max_num_seqs" not in knobs.engine:  # so that the pool is small, and warm after one run
+        fitting["max_num_seqs"] = min(num_prompts, EngineConfig.max_num_seqs)
+    if not {"num_blocks", "kv_cache_memory", "max_model_len"} & set(knobs.engine):
+        fitting["max_model_len"] = input_len[1] + output_len[1]
+    llm = LLM(config=knobs.engine_config(**fitting))
     check_fits(llm, input_len, output_len)
     workload = Workload.draw(
         num_prompts=num_prompts, input_len=input_len, output_len=output_len,

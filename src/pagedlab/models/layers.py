@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagedlab.models.products import Product, fastest_formulation, linear, packed
+from pagedlab.models.products import Formulation, Product, fastest_formulation, linear, packed
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -41,7 +41,8 @@ class MergedLinear(nn.Module):
         self.parts = parts
         self.weight = empty_weight(sum(parts.values()), in_features, dtype=dtype, device=device)  # [out, in]
         self.bias = empty_weight(sum(parts.values()), dtype=dtype, device=device) if bias else None  # [out]
-        self.product: Product = linear(self.weight)  # written again only by choose_product
+        self.formulation: Formulation = linear       # this and the next are written again only by choose_product
+        self.product: Product = linear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]"""
@@ -49,9 +50,9 @@ class MergedLinear(nn.Module):
 
     def choose_product(self) -> None:
         """Once the weight is loaded: multiply as is fastest here, and let go of a weight that was packed."""
-        formulation = fastest_formulation(self.weight)
-        self.product = formulation(self.weight)
-        if formulation is packed:
+        self.formulation = fastest_formulation(self.weight)
+        self.product = self.formulation(self.weight)
+        if self.formulation is packed:
             self.weight = empty_weight(0, self.weight.shape[1], dtype=self.weight.dtype, device=self.weight.device)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -77,17 +78,18 @@ class RotaryEmbedding(nn.Module):
         self.sin = angles.sin().to(dtype)  # [max_position, head_size / 2]
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Looked up once per step, used by every layer: two of [T, 1, head_size / 2]."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
+        """Looked up once per step, used by every layer: two of [T, 1, head_size], the first half of sin negated."""
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to [T, heads, head_size].
+    """Apply rotary embedding to [T, heads, head_size]: [a, b] becomes [a · cos - b · sin, b · cos + a · sin].
 
-    With head_size 2, x = [1, 0] and an angle of 90°, the result is [0, 1].
+    With head_size 2, x = [1, 0] and an angle of 90°, cos is [0, 0] and sin [-1, 1], and the result is [0, 1].
     """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # [b, a]
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 class GatedMLP(nn.Module):

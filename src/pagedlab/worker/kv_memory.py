@@ -20,6 +20,7 @@ from pagedlab.trace.events import KvAllocated, Scalar
 from pagedlab.trace.tracer import trace
 
 SHARE_OF_FREE_RAM = 0.25
+CACHE_LINE = 64  # bytes; vectors that straddle two lines are read more slowly
 
 Available = tuple[int, str, dict[str, Scalar]]  # bytes, how it was found, the terms of the arithmetic
 
@@ -82,7 +83,8 @@ def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Ca
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
     """[size] int8. On a CPU the system zeroes each page at its first use, so a large pool starts at once."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(size, np.int8))
+        memory = torch.from_numpy(np.zeros(size + CACHE_LINE, np.int8))
+        return memory[-memory.data_ptr() % CACHE_LINE :][:size]
     return torch.zeros(size, dtype=torch.int8, device=device)
 
 
@@ -98,9 +100,9 @@ def allocate_kv_cache(config: KVCacheConfig, layers: Mapping[str, Attention], de
         buffer = _zeros(tensor.size, device)
         for name in tensor.shared_by:
             spec = specs[name]
-            shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-            layers[name].kv_cache = buffer.view(getattr(torch, spec.dtype)).view(shape)
-        shapes.append(list(shape))
+            memory = buffer.view(getattr(torch, spec.dtype))
+            layers[name].kv_cache = layers[name].impl.view_kv_cache(memory, config.num_blocks, spec)
+        shapes.append(list(layers[name].kv_cache.shape))
     if trace.on:
         trace.emit(
             KvAllocated(
