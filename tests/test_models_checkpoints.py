@@ -35,8 +35,8 @@ def test_activations_of_every_layer_match_the_recorded_ones(name):
     driver.start("r0")
     found["logits"] = driver.step({"r0": cases(name)["p01-len5"]["prompt_token_ids"]}, all_positions=True)
     assert set(recorded) - set(found) == {"embedding"}
-    for key in found:
-        assert (found[key] - recorded[key]).abs().max() < TOLERANCE, key
+    for key in found:  # the residual stream of these random weights grows to 1,000, where float32 steps by 6e-5
+        assert (found[key] - recorded[key]).abs().max() < 1e-5 * recorded[key].abs().max(), key
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -213,7 +213,8 @@ def _describe(report: dict[str, Any]) -> str:
     if decode := report.get("decode"):
         lines += [
             "",
-            f"  {decode['step_seconds'] * 1000:10,.1f} ms a step while all {decode['num_requests']} decode",
+            f"  {decode['step_seconds'] * 1000:10,.1f} ms a step "
+            + ("that decodes" if decode["num_requests"] == 1 else f"while all {decode['num_requests']} decode"),
             f"  {decode['bare_products_seconds'] * 1000:10,.1f} ms for the model's bare matrix products, "
             f"{decode['share_of_bare_products']:.0%} of that",
         ]

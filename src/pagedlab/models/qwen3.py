@@ -24,20 +24,20 @@ class Qwen3Attention(nn.Module):
                  device: torch.device) -> None:
         super().__init__()
         self.head_size = config.head_dim
-        self.q_size = config.num_attention_heads * self.head_size
-        self.kv_size = config.num_key_value_heads * self.head_size
-        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         bias = config.attention_bias
         self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device, bias)
-        self.o_proj = MergedLinear(self.q_size, {"o_proj": config.hidden_size}, dtype, device, bias)
+        self.o_proj = MergedLinear(q_size, {"o_proj": config.hidden_size}, dtype, device, bias)
         self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps, dtype, device)
         self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps, dtype, device)
         self.attn = Attention(
             AttentionLayerConfig(
                 layer_name=f"model.layers.{layer_index}.self_attn.attn",
                 layer_index=layer_index,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
                 scale=self.head_size**-0.5,
                 sliding_window=config.sliding_window_of(layer_index),
@@ -46,10 +46,10 @@ class Qwen3Attention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.qkv_proj(hidden).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = rotate(self.q_norm(q.unflatten(-1, (-1, self.head_size))), cos, sin)  # [T, num_heads, head_size]
-        k = rotate(self.k_norm(k.unflatten(-1, (-1, self.head_size))), cos, sin)  # [T, num_kv_heads, head_size]
-        v = v.unflatten(-1, (-1, self.head_size))                                 # [T, num_kv_heads, head_size]
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size))
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q = rotate(self.q_norm(q), cos, sin)                 # [T, num_heads, head_size]
+        k = rotate(self.k_norm(k), cos, sin)                 # [T, num_kv_heads, head_size]
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
