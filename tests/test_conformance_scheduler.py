@@ -363,13 +363,67 @@ def test_files_folders_and_compressed_files_are_all_taken(monkeypatch, capsys, t
 def test_other_files_in_a_folder_are_counted_as_ignored_by_name(monkeypatch, capsys, tmp_path):
     write(tmp_path / "a.json", recording("single_request"))
     (tmp_path / "coverage.json").write_text("{}")
-    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "check.py").write_text("")
     status, out, _ = run_cli(monkeypatch, capsys, "conformance", tmp_path)
     assert status == 0
-    for name in ("coverage.json", "broken.json", "check.py"):
+    for name in ("coverage.json", "list.json", "check.py"):
         assert f"ignored {tmp_path / name}" in out.splitlines()
     assert "3 other files ignored" in out
+
+
+def test_what_cannot_be_replayed_is_named_and_the_rest_is_replayed(monkeypatch, capsys, tmp_path):
+    malformed, differing = recording("single_request"), recording("single_request")
+    del malformed["steps"][1]["outputs"]
+    differing["steps"][1]["total_num_scheduled_tokens"] = 5
+    write(tmp_path / "a.json", malformed)
+    _text(tmp_path / "b.json", '{"format": "pagedlab-confor')
+    _cut_gzip(tmp_path / "c.jsonl.gz")
+    first, last = json.dumps(recording("preempt_newest")), json.dumps(recording("single_request"))
+    _text(tmp_path / "d.jsonl", f"{first}\n{{\n{last}\n")
+    status, out, err = run_cli(monkeypatch, capsys, "conformance", tmp_path)
+    assert status == 2
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("ok ")] == [
+        "preempt_newest", "single_request",
+    ]  # fmt: skip
+    for name in ("a.json", "b.json", "c.jsonl.gz", "d.jsonl:2"):
+        assert any(line.startswith("BAD ") and str(tmp_path / name) in line for line in out.splitlines()), name
+    assert "2 ok, 0 with a difference; 4 could not be replayed; 0 other files ignored." in out.splitlines()[-1]
+    assert err.count("\n") == 1 and "step 1 lacks outputs" in err
+    assert err.endswith("3 others cannot be replayed either.\n")
+
+    write(tmp_path / "e.json", differing)  # a difference is still told, the status stays
+    status, out, _ = run_cli(monkeypatch, capsys, "conformance", "--json", tmp_path)
+    found = json.loads(out)
+    assert (status, found["passed"], found["failed"], len(found["unreadable"])) == (2, 2, 1, 4)
+    assert found["unreadable"][1]["path"] == str(tmp_path / "b.json")
+
+
+def test_a_malformed_case_of_kv_initialization_does_not_end_the_others(monkeypatch, capsys, tmp_path):
+    with gzip.open(DATA.parent / "kv_init.json.gz", "rt") as file:
+        document = json.load(file)
+    document["cases"][3]["input"].pop("available_bytes")
+    write(tmp_path / "kv_init.json", document)
+    status, out, err = run_cli(monkeypatch, capsys, "conformance", tmp_path)
+    assert status == 2 and "29 ok, 0 with a difference; 1 could not be replayed" in out
+    assert document["cases"][3]["name"] in err and "available_bytes" in err
+
+
+def test_a_recording_whose_checkpoint_is_missing_is_replayed_from_its_messages(monkeypatch, capsys, tmp_path):
+    with gzip.open(DATA.parent / "worker" / "index_maps.jsonl.gz", "rt") as file:
+        document = json.loads(file.readline())
+    document["checkpoint"] = "nowhere"
+    write(tmp_path / "run.json", document)
+    status, out, err = run_cli(monkeypatch, capsys, "conformance", tmp_path)
+    assert status == 2 and out.startswith(f"ok   {document['name']} (lenient)")
+    assert "checkpoint nowhere was not found" in err and "run.json" in err
+
+
+def test_terminal_sequences_in_a_recording_stay_visible_text(monkeypatch, capsys, tmp_path):
+    hostile = recording("single_request")
+    hostile["about"] = "clear\x1b[2J"
+    status, out, _ = run_cli(monkeypatch, capsys, "conformance", write(tmp_path / "a.json", hostile))
+    assert status == 0 and "\x1b" not in out and "␛[2J" in out
 
 
 @pytest.mark.parametrize("make, complaint", [

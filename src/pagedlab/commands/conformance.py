@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from pagedlab.conformance.collect import Ignored, Recording, collect
-from pagedlab.conformance.report import Outcome
+from pagedlab.conformance.report import Outcome, Unreadable
 from pagedlab.errors import UserError
+from pagedlab.viz.text import safe
 from pagedlab.wording import plural
 
 Mode = Literal["strict", "lenient", "both"]
@@ -30,35 +31,52 @@ def conformance(
     ] = "both",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Replay recordings of the real vLLM against this engine; exit 1 at a difference."""
+    """Replay recordings of the real vLLM against this engine.
+
+    Exit status: 0 all are equal; 1 one differs; 2 one cannot be replayed, because it is damaged, lacks a part or names
+    a checkpoint that is not found: it is named at the end, and the others are replayed all the same.
+    """
     outcomes: list[Outcome] = []
+    unreadable: list[Unreadable] = []
     ignored: list[str] = []
     for found in collect(paths):
         if isinstance(found, Ignored):
             ignored.append(found.name)
             continue
-        for outcome in _replay_safely(found, checkpoints or [], mode):
-            outcomes.append(outcome)
+        for result in [found] if isinstance(found, Unreadable) else _replay_safely(found, checkpoints or [], mode):
+            if isinstance(result, Unreadable):
+                unreadable.append(result)
+                continue
+            outcomes.append(result)
             if not as_json:
-                _print_line(outcome)
-    if not outcomes:
+                _print_line(result)
+    if not outcomes and not unreadable:
         where = ", ".join(map(str, paths))
         raise UserError(f"found no recording in {where}: give recordings or folders that hold some.")
     failed = sum(not outcome.ok for outcome in outcomes)
+    others = len(unreadable) - 1
     if as_json:
-        _print_json(outcomes, ignored)
-    else:
-        _print_summary(outcomes, ignored, failed)
+        _print_json(outcomes, unreadable, ignored)
+    elif outcomes or others:
+        _print_summary(outcomes, unreadable, ignored, failed)
+    if unreadable:
+        first = unreadable[0].why
+        raise UserError(f"{first} {plural(others, 'other')} cannot be replayed either." if others else first)
     if failed:
         raise typer.Exit(1)
 
 
-def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome]:
+def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterator[Outcome | Unreadable]:
     """A recording that breaks off, or a changed engine that raises, is a difference and not the end."""
+    if recording.kind == "run" and mode == "both":
+        yield from _replay_safely(recording, checkpoints, "strict")
+        yield from _replay_safely(recording, checkpoints, "lenient")
+        return
     try:
-        return replay(recording, checkpoints, mode)
-    except UserError:
-        raise
+        yield from replay(recording, checkpoints, mode)
+    except UserError as error:
+        why = str(error)
+        yield Unreadable(recording.path, why if str(recording.file) in why else f"{recording.path}: {why}")
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
@@ -67,10 +85,10 @@ def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) ->
         report = f"{name}: the replay ended with an exception (a damaged recording, or a changed engine)\n  {what}\n"
         kind = "worker" if recording.kind == "run" else recording.kind
         broken = "lenient" if kind == "worker" and mode == "lenient" else "strict"
-        return [Outcome(name, recording.path, kind, broken, False, first, report)]
+        yield Outcome(name, recording.path, kind, broken, False, first, report)
 
 
-def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome]:
+def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterable[Outcome | Unreadable]:
     """Hand a recording to the half of the engine it is about; torch is imported only for the worker's."""
     if recording.kind == "scheduler":
         from pagedlab.conformance.scheduler import replay_scheduler
@@ -97,21 +115,25 @@ def replay(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterabl
 def _print_line(outcome: Outcome) -> None:
     verdict = "ok  " if outcome.ok else "DIFF"
     mode = f" ({outcome.mode})" if outcome.kind == "worker" else ""
-    print(f"{verdict} {outcome.name}{mode}  {outcome.about}")
-    if outcome.report and not outcome.ok:
-        print(outcome.report)
+    print(safe(f"{verdict} {outcome.name}{mode}  {outcome.about}"))
+    if not outcome.ok:
+        for line in outcome.report.split("\n"):
+            print(safe(line))
 
 
-def _print_summary(outcomes: list[Outcome], ignored: list[str], failed: int) -> None:
+def _print_summary(outcomes: list[Outcome], unreadable: list[Unreadable], ignored: list[str], failed: int) -> None:
     for name in ignored:
-        print(f"ignored {name}")
+        print(safe(f"ignored {name}"))
+    for one in unreadable:
+        print(safe(f"BAD  {one.why}"))
     by_kind = {kind: sum(o.kind == kind for o in outcomes) for kind in dict.fromkeys(o.kind for o in outcomes)}
     kinds = ", ".join(f"{count} {kind}" for kind, count in by_kind.items())
-    print(f"{len(outcomes)} replayed ({kinds}): {len(outcomes) - failed} ok, {failed} with a difference; "
-          f"{plural(len(ignored), 'other file')} ignored.")
+    bad = f"{len(unreadable)} could not be replayed; " if unreadable else ""
+    print(f"{len(outcomes)} replayed ({kinds or 'none'}): {len(outcomes) - failed} ok, {failed} with a difference; "
+          f"{bad}{plural(len(ignored), 'other file')} ignored.")
 
 
-def _print_json(outcomes: list[Outcome], ignored: list[str]) -> None:
+def _print_json(outcomes: list[Outcome], unreadable: list[Unreadable], ignored: list[str]) -> None:
     scenarios = []
     for outcome in outcomes:
         fields = dataclasses.asdict(outcome)
@@ -119,5 +141,5 @@ def _print_json(outcomes: list[Outcome], ignored: list[str]) -> None:
     passed = sum(outcome.ok for outcome in outcomes)
     print(json.dumps({
         "passed": passed, "failed": len(outcomes) - passed, "ignored": len(ignored), "ignored_names": ignored,
-        "scenarios": scenarios,
+        "unreadable": [dataclasses.asdict(one) for one in unreadable], "scenarios": scenarios,
     }))  # fmt: skip

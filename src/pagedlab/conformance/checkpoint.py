@@ -42,13 +42,21 @@ def replay_checkpoint(directory: Path) -> list[Outcome]:
     """All prompts of ``expected.json``, in each of the ways.
 
     Raises:
-        UserError: the folder holds no checkpoint.
+        UserError: the folder holds no checkpoint, or its ``expected.json`` is none.
     """
     model_dir = directory / "checkpoint"
     if not (model_dir / "config.json").is_file():
         raise UserError(f"{directory} has an expected.json but no checkpoint/config.json beside it.")
-    cases = json.loads((directory / "expected.json").read_text()).get("cases")
-    if not cases or not all(isinstance(case, dict) and case.keys() >= CASE_FIELDS for case in cases):
+    try:
+        document = json.loads((directory / "expected.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{directory}/expected.json cannot be read ({error}).") from None
+    cases = document.get("cases") if isinstance(document, dict) else None
+    if (
+        not isinstance(cases, list)
+        or not cases
+        or not all(isinstance(case, dict) and case.keys() >= CASE_FIELDS for case in cases)
+    ):
         raise UserError(f"{directory}/expected.json has no cases with {', '.join(sorted(CASE_FIELDS))}.")
     logits_file = directory / "last_prompt_logits.safetensors"
     last_prompt_logits = load_file(logits_file) if logits_file.is_file() else {}

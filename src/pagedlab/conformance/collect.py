@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedlab.conformance.report import Unreadable
 from pagedlab.errors import UserError
 
 SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
@@ -20,7 +22,7 @@ class Recording:
 
     kind: str                  # scheduler, run, worked_examples, checkpoint or kv_init
     path: str                  # with the line number of a .jsonl
-    document: dict[str, Any]   # of a checkpoint folder, its expected.json
+    document: dict[str, Any]   # empty for a checkpoint folder
     file: Path                 # the file, or the checkpoint's folder
 
 
@@ -31,50 +33,58 @@ class Ignored:
     name: str
 
 
-def collect(paths: Iterable[Path]) -> Iterator[Recording | Ignored]:
+Found = Recording | Ignored | Unreadable
+
+
+def collect(paths: Sequence[Path]) -> Iterator[Found]:
     """Walk files and folders in a fixed order.
 
     Raises:
-        UserError: a path does not exist, or a file that was named cannot be read.
+        UserError: a path does not exist.
     """
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} does not exist: give a recording or a folder of recordings.")
+    for path in paths:
+        yield from _folder(path) if path.is_dir() else _file(path)
+
+
+def _folder(folder: Path) -> Iterator[Found]:
+    if (folder / "expected.json").is_file():
+        yield Recording("checkpoint", str(folder), {}, folder)
+        return
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        yield Unreadable(str(folder), f"the folder {folder} cannot be read ({error.strerror}).")
+        return
     for path in paths:
         if path.is_dir():
             yield from _folder(path)
-        elif path.exists():
+        elif path.name.endswith(SUFFIXES):
             yield from _file(path)
         else:
-            raise UserError(f"{path} does not exist: give a recording or a folder of recordings.")
-
-
-def _folder(folder: Path) -> Iterator[Recording | Ignored]:
-    expected = folder / "expected.json"
-    if expected.is_file():
-        yield Recording("checkpoint", str(folder), _parse(expected.read_text(), str(expected)), folder)
-        return
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _folder(path)
-        elif not path.name.endswith(SUFFIXES):
             yield Ignored(str(path))
-        else:
-            try:
-                yield from _file(path)
-            except UserError:
-                yield Ignored(str(path))
 
 
-def _file(path: Path) -> Iterator[Recording | Ignored]:
+def _file(path: Path) -> Iterator[Found]:
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             text = file.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a recording (.json, .jsonl or .jsonl.gz).") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        why = f"{path} cannot be read ({error}): give a recording (.json, .jsonl or .jsonl.gz)."
+        yield Unreadable(str(path), why)
+        return
     if ".jsonl" in path.suffixes:
         lines = [(f"{path}:{i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     else:
         lines = [(str(path), text)]
     for name, line in lines:
-        document = _parse(line, name)
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield Unreadable(name, f"{name} is not valid JSON ({error}): give a recording.")
+            continue
         kind = kind_of_document(document)
         if kind is None:
             yield Ignored(name)
@@ -84,23 +94,18 @@ def _file(path: Path) -> Iterator[Recording | Ignored]:
             yield Ignored(f"{name}: split_blocks (kernel blocks smaller than the manager's are out of scope)")
 
 
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is not valid JSON ({error}): give a recording.") from None
-    return document if isinstance(document, dict) else {}
-
-
-def kind_of_document(document: dict[str, Any]) -> str | None:
+def kind_of_document(document: Any) -> str | None:
     """The kind of recording a document is, None if it is none."""
+    if not isinstance(document, dict):
+        return None
     steps, cases = document.get("steps"), document.get("cases")
     if document.get("format") == "pagedlab-conformance/1" and isinstance(steps, list):
         return "scheduler"
     if isinstance(steps, list) and "checkpoint" in document:
         return "run"
     if isinstance(cases, list) and cases and isinstance(cases[0], dict):
-        if "specs" in (cases[0].get("input") or {}):
+        inputs = cases[0].get("input")
+        if isinstance(inputs, dict) and "specs" in inputs:
             return "kv_init"
         if "slot_mapping" in cases[0]:
             return "worked_examples"

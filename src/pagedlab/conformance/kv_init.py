@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedlab.conformance.report import Outcome
+from pagedlab.conformance.report import Outcome, Unreadable
 from pagedlab.errors import UserError
 from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import (
@@ -23,8 +23,8 @@ INPUTS = ("name", "about", "input")
 OPTIONAL = ("sliding_window",)  # left out of a recording where it is null
 
 
-def replay_kv_init(document: dict[str, Any], path: str) -> list[Outcome]:
-    """Compare every recorded field of every case with what ours computes.
+def replay_kv_init(document: dict[str, Any], path: str) -> list[Outcome | Unreadable]:
+    """Compare every recorded field of every case with what ours computes; a malformed case is named.
 
     Raises:
         UserError: the document is not a KV-initialization recording.
@@ -35,12 +35,16 @@ def replay_kv_init(document: dict[str, Any], path: str) -> list[Outcome]:
     return [_replay_case(case, path) for case in cases]
 
 
-def _replay_case(case: dict[str, Any], path: str) -> Outcome:
+def _replay_case(case: Any, path: str) -> Outcome | Unreadable:
+    if not isinstance(case, dict) or not isinstance(case.get("name"), str):
+        return Unreadable(path, f"{path}: a case has no name.")
     expected = {key: value for key, value in case.items() if key not in INPUTS}
     try:
         got = compute_case(case["input"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: case {case.get('name')!r} has a malformed input ({error!r}).") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return Unreadable(path, f"{path}: case {case['name']!r} has a malformed input ({error!r}).")
+    except UserError as error:
+        return Unreadable(path, f"{path}: case {case['name']!r}: {error}")
     if "error" in expected and "error" in got:  # says is a paraphrase; keep what can be compared
         expected = expected | {"error": {k: v for k, v in expected["error"].items() if k != "says"}}
         if "page_sizes" in expected["error"]:

@@ -20,6 +20,14 @@ class Outcome:
     about: str = ""                        # the scenario's sentence
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """A recording, or a part of one, that could not be replayed; the others are."""
+
+    path: str
+    why: str                               # one sentence
+
+
 Difference = tuple[str, Any, Any]  # field, expected, got
 
 

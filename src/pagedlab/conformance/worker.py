@@ -38,7 +38,7 @@ ORDERED = ("scheduler_output.num_scheduled_tokens",)  # a mapping whose order is
 
 
 def replay_run(document: Document, path: str, checkpoints: Iterable[Path], mode: str) -> list[Outcome]:
-    """One recorded run, from its requests (strict) and from its messages (lenient), or both.
+    """One recorded run, from its requests (strict) or from its messages (lenient).
 
     Args:
         checkpoints: folders in which the folder that the run names in ``checkpoint`` is looked for.
@@ -48,13 +48,10 @@ def replay_run(document: Document, path: str, checkpoints: Iterable[Path], mode:
     """
     if missing := [field for field in RUN_FIELDS if field not in document]:
         raise UserError(f"{path} has no {missing[0]}: a recorded run has {', '.join(RUN_FIELDS)}.")
-    outcomes = []
-    if mode in ("strict", "both"):
-        model_dir = find_checkpoint(document["checkpoint"], checkpoints)
-        outcomes.append(_run_outcome(document, path, "strict", strict_steps(document, model_dir)))
-    if mode in ("lenient", "both"):
-        outcomes.append(_run_outcome(document, path, "lenient", lenient_steps(document)))
-    return outcomes
+    if mode == "lenient":
+        return [_run_outcome(document, path, mode, lenient_steps(document))]
+    model_dir = find_checkpoint(document["checkpoint"], checkpoints)
+    return [_run_outcome(document, path, mode, strict_steps(document, model_dir))]
 
 
 def find_checkpoint(name: str, places: Iterable[Path]) -> Path:
