@@ -87,6 +87,11 @@ def test_jsonl_is_read_in_order_of_arrival(tmp_path):
         ('{"arrival_step": 0, "num_prompt_tokens": 1, "num_output_tokens": 1.5}', "num_output_tokens is 1.5"),
         ('{"arrival_step": 0, "num_prompt_tokens": 1, "num_output_tokens": 1, "speed": 1}', "unknown field 'speed'"),
         ('{"arrival_step":0, "num_prompt_tokens":1, "num_output_tokens":1, "num_prefix_tokens":1}', "no prefix_group"),
+        (
+            '{"arrival_step": 0, "num_prompt_tokens": 4, "num_output_tokens": 1, "prefix_group": 1, '
+            '"num_prefix_tokens": 5}',
+            "num_prefix_tokens is 5, more than the 4 of the whole prompt",
+        ),
         ("", "has no request"),
     ],
 )
@@ -95,6 +100,14 @@ def test_a_bad_line_is_one_sentence_with_its_number(tmp_path, line, says):
     path.write_text(line)
     with pytest.raises(UserError, match=says):
         read_jsonl(path)
+
+
+def test_drawn_prompts_hold_their_whole_prefix():
+    lengths = {"prompt_lengths": "uniform:1:100", "prefix_groups": 2, "prefix_tokens": 60}
+    drawn = generate("uniform", num_requests=50, max_model_len=2048, **lengths).requests
+    assert all(r.num_prompt_tokens >= r.num_prefix_tokens == 60 for r in drawn)
+    with pytest.raises(UserError, match="hardly ever hold the 101 tokens of their prefix"):
+        generate("uniform", num_requests=5, max_model_len=2048, **{**lengths, "prefix_tokens": 101})
 
 
 def test_the_same_seed_draws_the_same_workload_and_another_seed_another():

@@ -80,10 +80,10 @@ def generate(
 ) -> Workload:
     """Draw a workload; whatever is given replaces the generator's own part.
 
-    Requests longer than ``max_model_len`` in all are drawn again.
+    Requests longer than ``max_model_len`` in all, or shorter than the common prefix, are drawn again.
 
     Raises:
-        UserError: an unknown name, a malformed distribution, or one that draws nothing short enough.
+        UserError: an unknown name, a malformed distribution, or one that hardly draws such lengths.
     """
     if name not in GENERATORS:
         raise UserError(f"there is no generator {name!r}: choose one of {', '.join(GENERATORS)}.")
@@ -126,12 +126,14 @@ def _draw_lengths(parts: Generator, count: int, max_model_len: int, rng: random.
     for _ in range(count):
         for _ in range(1000):
             num_prompt, num_output = max(1, round(draw_prompt(rng))), max(1, round(draw_output(rng)))
-            if num_prompt <= parts.most_prompt_tokens and num_prompt + num_output <= max_model_len:
+            fits = num_prompt <= parts.most_prompt_tokens and num_prompt + num_output <= max_model_len
+            if fits and num_prompt >= parts.prefix_tokens:
                 break
         else:
+            room = f"hold the {parts.prefix_tokens} tokens of their prefix and " if parts.prefix_tokens else ""
             raise UserError(
-                f"prompts {parts.prompt_lengths} with outputs {parts.output_lengths} hardly ever fit max_model_len "
-                f"{max_model_len}: draw shorter ones or raise it."
+                f"prompts {parts.prompt_lengths} with outputs {parts.output_lengths} hardly ever {room}fit "
+                f"max_model_len {max_model_len}: draw other lengths or raise it."
             )
         lengths.append((num_prompt, num_output))
     return lengths

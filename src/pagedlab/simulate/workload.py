@@ -55,9 +55,7 @@ class Workload:
 
     def prompt_token_ids(self, request: SimulatedRequest) -> list[int]:
         """Source 5 of the request and source 0 of its group, 2 tokens shared: [0, 7, 19, 26, …]."""
-        shared = 0
-        if request.prefix_group is not None:
-            shared = min(request.num_prefix_tokens, request.num_prompt_tokens)
+        shared = request.num_prefix_tokens if request.prefix_group is not None else 0
         own = self._tokens(f"request {request.request_id}", shared, request.num_prompt_tokens - shared)
         return [*self._tokens(f"group {request.prefix_group}", 0, shared), *own] if shared else list(own)
 
@@ -154,6 +152,11 @@ def _request_from_line(line: str, where: str, request_id: str) -> SimulatedReque
         raise UserError(f"{where}: prefix_group must be text, a number or null.")
     if given.get("num_prefix_tokens") and group is None:
         raise UserError(f"{where} has num_prefix_tokens and no prefix_group to share them with.")
+    if given.get("num_prefix_tokens", 0) > given["num_prompt_tokens"]:
+        raise UserError(
+            f"{where}: num_prefix_tokens is {given['num_prefix_tokens']}, more than the {given['num_prompt_tokens']} "
+            "of the whole prompt: give at most num_prompt_tokens."
+        )
     return SimulatedRequest(
         request_id=str(given.get("request_id", request_id)),
         arrival_step=given["arrival_step"],
