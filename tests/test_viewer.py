@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagedlab.conformance.scheduler import Replay
@@ -261,6 +262,37 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
         batch_row = ordered.request_ids.index(request_id)
         assert said["batch row"] == str(batch_row)
         assert said["state row"] == str(ordered.idx_mapping[batch_row] if ordered.idx_mapping else mapped.row[i])
+    page.close()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_lens_says_where_a_slot_lies_in_the_memory_of_the_runs_backend(browser, tmp_path, backend):
+    torch = pytest.importorskip("torch")
+    from pagedlab.attention.backends import AttentionLayerConfig, choose_attention_backend
+    from pagedlab.kv.specs import AttentionSpec
+
+    header, *events = stored("mixed-batch").events
+    config = header.config | {"attention_backend": backend}
+    write_page(Trace([msgspec.structs.replace(header, config=config), *events]), tmp_path / "lens.html")
+    model, num_blocks = header.model, config["num_blocks"]
+    spec = AttentionSpec(
+        block_size=config["block_size"], num_kv_heads=model["num_key_value_heads"], head_size=model["head_dim"],
+        dtype=config["dtype"],
+    )  # fmt: skip
+    layer = AttentionLayerConfig("layer", 0, model["num_attention_heads"], spec.num_kv_heads, spec.head_size, 1.0, None)
+    chosen = choose_attention_backend(
+        backend, torch.device("cpu"), head_size=spec.head_size, block_sizes=[spec.block_size], dtype=torch.float32
+    )
+    memory = torch.zeros(num_blocks * spec.page_size_bytes // 4)
+    kv_cache = chosen.make_impl(layer).view_kv_cache(memory, num_blocks, spec)
+    page = Page(browser, tmp_path / "lens.html")
+    for block, offset in ((1, 0), (2, 3), (num_blocks - 1, 1)):
+        key, value, other = (kv_cache[place].data_ptr() - memory.data_ptr() for place in (
+            (0, block, offset, 0), (1, block, offset, 0), (0, block, offset, 1)))  # fmt: skip
+        said = page.tab.evaluate("([b, o]) => viewer.address(0, b, o)", [block, offset])
+        assert f"key at byte {key:,}, value at {value:,}" in said
+        beside = other - key == spec.head_size * 4
+        assert said.startswith("key") if beside else f"each further head {other - key:,} bytes on" in said
     page.close()
 
 

@@ -247,7 +247,12 @@ class Viewer {
   timeLegend() {
     return el("p", { class: "legend" },
       swatch("prefill", "prompt tokens"), swatch("recomputed", "computed again"), swatch("decode", "decode tokens"),
-      el("span", { class: "key" }, "╌ budget"), el("span", { class: "key" }, "━ blocks in use"), el("span", { class: "key" }, "▼ preemption"));
+      el("span", { class: "key" }, `╌ ${this.budgetWords()}`), el("span", { class: "key" }, "━ blocks in use"), el("span", { class: "key" }, "▼ preemption"));
+  }
+
+  budgetWords() {
+    const { budget, top } = this.timeScale();
+    return budget ? `budget of ${budget.toLocaleString("en")}${budget > top ? ", above the picture" : ""}` : "budget";
   }
 
   laneLegend() {
@@ -429,6 +434,14 @@ class Viewer {
     head.style.width = `max(${width}%, 2px)`;
   }
 
+  /** The token budget (0 if it is not known), and the number of tokens that the timeline is high. */
+  timeScale() {
+    const c = this.meta.columns;
+    const most = Math.max(1, ...[...Array(this.steps).keys()].map((i) => c.prefill[i] + c.recomputed[i] + c.decode[i]));
+    const budget = Math.max(0, ...c.budget);
+    return { budget, top: Math.min(budget || most, most * 1.25) };
+  }
+
   /** @param {number} index */
   drawTimeline(index) {
     this.movePlayhead(this.timeHead, index);
@@ -436,9 +449,7 @@ class Viewer {
     const { context, width, colour, isFresh } = this.context(this.timeline, height);
     if (!isFresh) return;
     const c = this.meta.columns;
-    const most = Math.max(1, ...[...Array(this.steps).keys()].map((i) => c.prefill[i] + c.recomputed[i] + c.decode[i]));
-    const budget = Math.max(...c.budget);
-    const top = Math.min(budget || most, most * 1.25) || 1;
+    const { budget, top } = this.timeScale();
     const bar = width / this.steps;
     const y = (/** @type {number} */ tokens) => height - 4 - (tokens / top) * (height - 22);
     for (let i = 0; i < this.steps; i += 1) {
@@ -472,7 +483,10 @@ class Viewer {
     if (budget && budget <= top) {
       context.setLineDash([4, 4]);
       context.strokeStyle = colour("dim");
-      context.strokeRect(-1, y(budget), width + 2, 0);
+      context.beginPath();
+      context.moveTo(0, y(budget));
+      context.lineTo(width, y(budget));
+      context.stroke();
       context.setLineDash([]);
     }
   }
@@ -950,16 +964,20 @@ class Viewer {
     return request === null || !r?.computed ? null : { request, position: r.computed - 1 };
   }
 
-  /** Byte offsets of a slot in one layer's buffer [2, blocks, block_size, kv_heads, head_dim].
+  /** Byte offsets of a slot in one layer's buffer. Most backends lay it out as [2, blocks, block_size, kv_heads, head_dim];
+   * torch, like vLLM's CPU backend, as [2, blocks, kv_heads, block_size, head_dim].
    * @param {number} group @param {number} block @param {number} offset */
   address(group, block, offset) {
     const { model, config } = this.meta.header;
     const width = { float32: 4, bfloat16: 2, float16: 2 }[/** @type {string} */ (config.dtype)];
     if (!width || !model.head_dim) return "keys; [1, …] is the value";
-    const bytes = Number(model.num_key_value_heads) * Number(model.head_dim) * width;
-    const key = (block * this.meta.block_sizes[group] + offset) * bytes;
-    const value = key + this.meta.num_blocks * this.meta.block_sizes[group] * bytes;
-    return `key at byte ${key.toLocaleString("en")}, value at ${value.toLocaleString("en")}`;
+    const size = this.meta.block_sizes[group], heads = Number(model.num_key_value_heads);
+    const head = Number(model.head_dim) * width;
+    const isHeadsFirst = config.attention_backend === "torch" && heads > 1;
+    const key = isHeadsFirst ? (block * heads * size + offset) * head : (block * size + offset) * heads * head;
+    const value = key + this.meta.num_blocks * size * heads * head;
+    const where = `key at byte ${key.toLocaleString("en")}, value at ${value.toLocaleString("en")}`;
+    return isHeadsFirst ? `head 0: ${where}; each further head ${(size * head).toLocaleString("en")} bytes on` : where;
   }
 
   drawWrites() {
