@@ -136,6 +136,7 @@ def test_the_defaults_are_those_of_the_contract():
 
 @pytest.mark.parametrize("fields, text", [
     ({"n": 0}, "n is 0: give a whole number of 1 or more."),
+    ({"n": 100_000_000}, "n is 100000000: give at most 16384."),
     ({"n": True}, "n is True: give a whole number of 1 or more."),
     ({"max_tokens": 0}, "max_tokens is 0: give a whole number of 1 or more."),
     ({"max_tokens": -3}, "max_tokens is -3: give a whole number of 1 or more."),

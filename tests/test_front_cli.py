@@ -233,6 +233,39 @@ def test_bad_input_is_one_sentence_and_status_2_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_command_that_writes_a_file_spells_it_alike(pagedlab, tmp_path):
+    trace, story, decisions, page = (str(tmp_path / name) for name in ("t.jsonl", "s.json", "d.jsonl", "p.html"))
+    measured = str(tmp_path / "b.jsonl")
+    bench = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--rounds", "1"]
+    for spelling in ("-o", "--out"):
+        assert pagedlab(*TRACE, spelling, trace)[0] == 0
+        assert pagedlab("scenario-from", trace, spelling, story)[0] == 0
+        assert pagedlab("simulate", story, spelling, decisions)[0] == 0
+        assert pagedlab("view", trace, spelling, page)[0] == 0
+        assert pagedlab("bench", *bench, spelling, measured)[0] == 0
+        for path in (trace, story, decisions, page, measured):
+            assert Path(path).stat().st_size
+            Path(path).unlink()
+
+
+def test_nothing_is_written_over_what_it_is_made_from(pagedlab, tmp_path):
+    trace, story = tmp_path / "t.jsonl", tmp_path / "s.jsonl"
+    assert pagedlab(*TRACE, "-o", str(trace))[0] == 0
+    assert pagedlab("scenario-from", str(trace), "-o", str(tmp_path / "s.json"))[0] == 0
+    story.write_text('{"arrival_step": 0, "num_prompt_tokens": 4, "num_output_tokens": 1}\n')
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "s.json")
+    for command in (
+        ["view", trace, "-o", trace], ["scenario-from", trace, "-o", trace], ["simulate", story, "-o", story],
+        ["trace", "--scenario", tmp_path / "s.json", "-o", link],
+        ["trace", "--scenario", tmp_path / "s.json", "--html", tmp_path / "s.json"],
+    ):  # fmt: skip
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        status, out, err = pagedlab(*map(str, command))
+        assert (status, out, err.count("\n")) == (2, "", 1) and "would overwrite what it is made from" in err
+        assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize("prompts", [["Dear sir, I"], ["Dear sir, I", "Hi"]])
 def test_generate_says_why_a_text_ended_too_early(pagedlab, prompts):
     tight = ["--num-blocks", "3", "--block-size", "4", "--max-model-len", "100", "--ignore-eos"]

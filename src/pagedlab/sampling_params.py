@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pagedlab.config import check_seed
 from pagedlab.errors import UserError
 
+MOST_CONTINUATIONS = 16_384  # of one prompt: each is a request of its own, made before the first step
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -60,6 +62,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name, least in (("n", 1), ("min_tokens", 0)):
             _whole_number(name, getattr(self, name), least)
+        if self.n > MOST_CONTINUATIONS:
+            raise UserError(f"n is {self.n}: give at most {MOST_CONTINUATIONS}.")
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
             if getattr(self, name) is not None:
                 _whole_number(name, getattr(self, name), least)

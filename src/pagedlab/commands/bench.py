@@ -44,7 +44,7 @@ def bench(
         typer.Option("--random-weights", metavar="SHAPE", help="Build a checkpoint of this shape: qwen3-0.6b."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Trace one more run into this file, and time it.")
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Trace one more run into this file, and time it.")
     ] = None,
     record: Annotated[str, typer.Option("--record", help=f"How much of it: {', '.join(LEVELS)}.")] = "decisions",
     startup: Annotated[bool, typer.Option("--startup", help="Measure the way to the first token instead.")] = False,

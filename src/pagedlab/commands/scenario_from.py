@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from pagedlab.errors import UserError
+from pagedlab.trace.file import refuse_overwriting, whole_file
 
 
 def scenario_from(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A saved trace: .jsonl or .jsonl.zst.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: print it.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Default: print it.")] = None,
     anonymise: Annotated[bool, typer.Option("--anonymise", help="Replace request ids, tokens and salts.")] = False,
 ) -> None:
     """Turn a trace into a small scenario for a bug report: what the model said becomes a script.
@@ -23,12 +24,14 @@ def scenario_from(
     from pagedlab.trace.to_scenario import scenario_from as convert
     from pagedlab.trace.trace import Trace
 
+    refuse_overwriting(trace, out)
     document = convert(Trace.load(trace), anonymise=anonymise, name=trace.name.split(".")[0])
     text = json.dumps(document, ensure_ascii=True, indent=1)
-    if output is None:
+    if out is None:
         print(text)
         return
     try:
-        output.write_text(text + "\n", "utf-8")
+        with whole_file(out) as place:
+            place.write_text(text + "\n", "utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}.") from None
+        raise UserError(f"cannot write {out} ({error.strerror}): choose another place with -o.") from None

@@ -12,7 +12,7 @@ from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
 from pagedlab.errors import UserError
 from pagedlab.trace.events import LEVELS, Event, Level, StepStarted
-from pagedlab.trace.file import TraceFile, notice
+from pagedlab.trace.file import TraceFile, notice, refuse_overwriting
 from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def trace(
         str | None, typer.Option("--scenario", metavar="NAME|FILE", help="Run a story instead of prompts.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Save the trace: .jsonl, or .jsonl.zst, compressed.")
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Save the trace: .jsonl, or .jsonl.zst, compressed.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the interactive page of the run as well.")
@@ -68,6 +68,8 @@ def trace(
         raise UserError(f"--html needs --record blocks or finer, not {saved}.")
     if html is not None and out is not None and html.absolute() == out.absolute():
         raise UserError(f"--out and --html are the same file {html}: give two.")
+    for written in (out, html):
+        refuse_overwriting(Path(scenario or ""), written)
     file = TraceFile(out) if out is not None else None
     with _Recording(file, html, TerminalTracer(detail=shown, pause=pause), saved, wanted_layers):
         if scenario is not None:

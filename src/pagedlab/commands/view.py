@@ -12,15 +12,17 @@ from pagedlab.errors import UserError
 
 def view(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace, recorded at blocks or finer.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: beside it.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Default: beside it.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="Only steps A to B.")] = None,
 ) -> None:
     """Write an interactive page: scrub through the run, follow any token to its slot."""
+    from pagedlab.trace.file import refuse_overwriting
     from pagedlab.trace.trace import Trace
     from pagedlab.viewer.page import write_page
 
+    refuse_overwriting(trace, out)
     stem = trace.name.removesuffix(".zst").removesuffix(".jsonl")
-    path = output or trace.with_name(f"{stem}.html")
+    path = out or trace.with_name(f"{stem}.html")
     write_page(Trace.load(trace), path, parse_steps(steps))
     print(path)
 

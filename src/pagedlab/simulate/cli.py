@@ -53,7 +53,7 @@ def simulate_command(
     ] = "buddy",
     as_json: Annotated[bool, typer.Option("--json", help="For machines, with every step's memory.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="TRACE", help="Save the decisions: .jsonl, or .jsonl.zst.")
+        Path | None, typer.Option("-o", "--out", metavar="TRACE", help="Save the decisions: .jsonl, or .jsonl.zst.")
     ] = None,
     block_size: Annotated[int | None, _option("--block-size", "Tokens per KV block; default 16.", _POOL)] = None,
     num_blocks: Annotated[

@@ -19,7 +19,7 @@ from pagedlab.simulate.generator import DEFAULT_GENERATOR, generate
 from pagedlab.simulate.paged import Follow, ScenarioSource, Simulation, Source, WorkloadSource, simulate
 from pagedlab.simulate.report import LABELS, report_json, report_text
 from pagedlab.simulate.workload import SimulatedRequest, read_jsonl
-from pagedlab.trace.file import TraceFile
+from pagedlab.trace.file import TraceFile, refuse_overwriting
 from pagedlab.trace.tracer import trace
 
 # What the PagedAttention paper had for OPT-13B on an A100: 12 GiB of KV cache, 15,728 slots of 819,200 bytes.
@@ -46,6 +46,7 @@ def run_simulations(
     Raises:
         UserError: no such workload, or one that cannot run like this.
     """
+    refuse_overwriting(Path(workload or ""), out)
     about, config, source, lengths = _find_workload(workload, generator, drawn, knobs)
     with _bars(source.num_requests) as follow:
         contiguous = {

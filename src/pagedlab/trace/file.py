@@ -129,6 +129,16 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
+def refuse_overwriting(source: Path, target: Path | None) -> None:
+    """What is read shall not be lost under what is made of it.
+
+    Raises:
+        UserError: both are one regular file.
+    """
+    if target is not None and target.is_file() and source.is_file() and target.samefile(source):
+        raise UserError(f"{target} would overwrite what it is made from: give another file.")
+
+
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """Where to write so that ``target`` has all of it or nothing: a neighbour that then takes the name.
