@@ -96,6 +96,14 @@ BROKEN = {
     "a first window layer that is text": (
         without(DENSE, "layer_types", use_sliding_window=True, sliding_window=8, max_window_layers="x"),
         "max_window_layers is 'x'"),
+    "a number beyond 64 bits": (without(DENSE, vocab_size=10**30), f"vocab_size is {10**30}, but it must be at most"),
+    "a million layers": (without(DENSE, num_hidden_layers=10**6), "num_hidden_layers is 1000000, but"),
+    "a million experts": (without(MOE, "num_local_experts", num_experts=10**6), "num_experts is 1000000, but"),
+    "an epsilon beyond any float": (without(DENSE, rms_norm_eps=10**400), "rms_norm_eps is 1000"),
+    "a flag that is text": (without(DENSE, tie_word_embeddings="false"), "tie_word_embeddings is 'false', but"),
+    "a flag that is a number": (without(MOE, norm_topk_prob=1), "norm_topk_prob is 1, but it must be true or false"),
+    "a layer that is no list": (without(MOE, mlp_only_layers=3), "mlp_only_layers is 3, but it must be a list"),
+    "layers that are text": (without(MOE, mlp_only_layers=["0"]), "mlp_only_layers is .'0'., but it must be a list"),
     "another activation": (without(DENSE, hidden_act="gelu"), "hidden_act is 'gelu'"),
 }
 
@@ -112,9 +120,10 @@ def test_unknown_directory_missing_file_and_bad_json_are_told_apart(tmp_path):
         ModelConfig.from_directory(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"needs a config\.json"):
         ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        ModelConfig.from_directory(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match="cannot be read as JSON"):
+            ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="must be a JSON object"):
         ModelConfig.from_directory(tmp_path)

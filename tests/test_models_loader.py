@@ -43,6 +43,12 @@ def test_a_missing_shard_is_named(sharded):
         load(sharded)
 
 
+def test_a_shard_whose_name_no_file_can_have_is_missing(sharded):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(UserError, match=r"lacks x+, which"):
+        load(sharded)
+
+
 @pytest.mark.parametrize("shard", [3, "../model.safetensors", "/etc/passwd", ""])
 def test_an_index_names_files_beside_it(sharded, shard):
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
@@ -57,9 +63,14 @@ def test_a_header_that_nests_too_deep_is_refused(single):
         load(single)
 
 
-def test_a_model_larger_than_the_memory_is_refused(single):
+@pytest.mark.parametrize("sizes", [
+    {"vocab_size": 10**9, "hidden_size": 10**6},
+    {"vocab_size": 10**9, "hidden_size": 10**9, "head_dim": 10**9, "num_attention_heads": 10**9,
+     "num_key_value_heads": 10**9},
+])
+def test_a_model_larger_than_the_memory_or_than_any_address_is_refused(single, sizes):
     config = json.loads((single / "config.json").read_text())
-    (single / "config.json").write_text(json.dumps(config | {"vocab_size": 10**15}))
+    (single / "config.json").write_text(json.dumps(config | sizes))
     with pytest.raises(UserError, match="do not fit into the memory"):
         load(single)
 
@@ -112,6 +123,15 @@ def test_a_header_that_contradicts_itself_is_refused(single):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        load(single)
+
+
+@pytest.mark.parametrize("wrong", [{"shape": 3}, {"shape": None}, {"data_offsets": []}, {"data_offsets": ["a", "b"]}])
+def test_a_header_with_a_wrong_field_is_refused(single, wrong):
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | wrong
+    text = json.dumps({"model.norm.weight": tensor}).encode()
+    (single / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(UserError, match="is not a safetensors file"):
         load(single)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from pagedlab.errors import UserError
 MODEL_TYPES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 FILE_DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST_FLOAT = sys.float_info.max
+MOST = 10**9          # of anything a config counts: the product of two still fits into 64 bits
+MOST_MODULES = 10**4  # layers, experts: each is an object of its own
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class ModelConfig:
                 f"pagedlab runs {' and '.join(MODEL_TYPES)} checkpoints."
             )
         read = _Reader(config, where)
-        num_layers, num_heads = read.count("num_hidden_layers"), read.count("num_attention_heads")
+        num_layers, num_heads = read.count("num_hidden_layers", most=MOST_MODULES), read.count("num_attention_heads")
         num_kv_heads = read.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UserError(
@@ -119,8 +122,8 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope_theta=_rope_theta(read),
             max_position_embeddings=read.count("max_position_embeddings"),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            tie_word_embeddings=read.flag("tie_word_embeddings"),
+            attention_bias=read.flag("attention_bias"),
             dtype=_dtype(config, where),
             layer_types=layer_types,
             sliding_window=window,
@@ -130,21 +133,30 @@ class ModelConfig:
 
 
 class _Reader:
-    """Reads positive numbers and says which file lacks one."""
+    """Reads numbers and flags, and says which file has a wrong one."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = MOST) -> int:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             found = "is missing" if value is None else f"is {value!r}"
             raise UserError(f"{self.where}: {name} {found}, but it must be a positive whole number.")
+        if value > most:
+            raise UserError(f"{self.where}: {name} is {value}, but it must be at most {most}.")
         return value
 
+    def flag(self, name: str, default: bool = False) -> bool:
+        """``default`` if the file is silent; null is false, as in transformers."""
+        value = self.config.get(name, default)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{self.where}: {name} is {value!r}, but it must be true or false.")
+        return bool(value)
+
     def number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
             raise UserError(f"{self.where}: {name} is {value!r}, but it must be a positive number.")
         return float(value)
 
@@ -157,7 +169,7 @@ def _attention_of_layers(read: _Reader, model_type: str, num_layers: int) -> tup
     config, where = read.config, read.where
     given = config.get("layer_types")
     window = None
-    if config.get("use_sliding_window", given is not None) and config.get("sliding_window") is not None:
+    if read.flag("use_sliding_window", default=given is not None) and config.get("sliding_window") is not None:
         window = read.count("sliding_window")
     if given is not None:
         if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
@@ -227,16 +239,19 @@ def _eos_token_ids(where: str, vocab_size: int, *configs: dict[str, Any]) -> tup
 
 def _moe_fields(read: _Reader, num_layers: int) -> dict[str, Any]:
     spelling = "num_local_experts" if "num_local_experts" in read.config else "num_experts"  # transformers 5 and 4
-    num_experts, per_token = read.count(spelling), read.count("num_experts_per_tok")
+    num_experts, per_token = read.count(spelling, most=MOST_MODULES), read.count("num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"{read.where}: {per_token} experts per token are asked for, but there are only {num_experts}.")
+    mlp_only = read.config.get("mlp_only_layers") or []
+    if not isinstance(mlp_only, list) or not all(type(i) is int for i in mlp_only):
+        raise UserError(f"{read.where}: mlp_only_layers is {mlp_only!r}, but it must be a list of layer numbers.")
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": per_token,
         "moe_intermediate_size": read.count("moe_intermediate_size"),
-        "norm_topk_prob": bool(read.config.get("norm_topk_prob", False)),
+        "norm_topk_prob": read.flag("norm_topk_prob"),
         "decoder_sparse_step": read.count("decoder_sparse_step", 1),
-        "mlp_only_layers": tuple(read.config.get("mlp_only_layers") or ()),
+        "mlp_only_layers": tuple(mlp_only),
     }
 
 
@@ -245,7 +260,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} does not exist: a model directory needs a {path.name}.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds a {type(config).__name__}, but it must be a JSON object.")

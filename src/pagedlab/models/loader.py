@@ -7,9 +7,9 @@ the wanted dtype on the way. All names and shapes are compared before the first 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,7 +77,7 @@ def new_model(
     try:
         return model_class(model_config, attention_backend, dtype, device).eval()
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
-        if "memory" not in str(error):
+        if "memory" not in str(error) and "overflow" not in str(error):
             raise
         raise UserError(
             f"the weights do not fit into the memory of this {device.type} device: choose a smaller model or dtype."
@@ -98,16 +98,15 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
         shards = [SINGLE_NAME]
     else:
         raise UserError(f"{model_dir} has no weights: it needs {SINGLE_NAME} or {INDEX_NAME} with its shards.")
-    if missing := [shard for shard in shards if not (model_dir / shard).is_file()]:
+    if missing := [shard for shard in shards if not os.path.isfile(model_dir / shard)]:  # any name may stand there
         raise UserError(f"{model_dir} lacks {missing[0]}, which {INDEX_NAME} names: copy or download it again.")
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
-        for name, tensor in _read_header(model_dir / shard).items():
-            stored[name] = StoredTensor(model_dir / shard, tuple(tensor["shape"]), tensor["dtype"])
+        stored |= _read_header(model_dir / shard)
     return stored
 
 
-def _read_header(shard: Path) -> dict[str, dict[str, Any]]:
+def _read_header(shard: Path) -> dict[str, StoredTensor]:
     """A shard is: length of the header (8 bytes), the header (JSON), then the tensors' bytes."""
     try:
         size = shard.stat().st_size
@@ -118,14 +117,14 @@ def _read_header(shard: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
         needed = 8 + header_size + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        assert all({"shape", "dtype"} <= tensor.keys() for tensor in header.values())
+        stored = {name: StoredTensor(shard, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, AssertionError, RecursionError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{shard} is not a safetensors file.") from None
     if size != needed:
         raise UserError(f"{shard} is cut off or damaged: it has {size} bytes where its header promises {needed}.")
-    return header
+    return stored
 
 
 def _compare(
