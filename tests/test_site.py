@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import fields
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,37 @@ def test_every_place_marked_as_a_fault_has_its_row():
 def test_the_event_table_lists_every_event_class(site):
     page = text_of(site, "generated/events")
     assert [kind for kind in KINDS if f"<code>{kind}</code>" not in page] == []
+
+
+def test_no_reference_shows_a_backslash_that_only_guards_a_table(site):
+    for page in ("events", "config", "cli"):
+        assert r"\|" not in text_of(site, f"generated/{page}"), page
+    assert "<code>str | None</code>" in text_of(site, "generated/events")
+
+
+@pytest.mark.parametrize("page", ["errata", "known-faults", "generated/events", "generated/config", "generated/cli"])
+def test_on_a_phone_the_cells_of_a_table_stand_below_each_other(browser, served, page):
+    tab = Tab(browser, f"{served}/{page}.html", served, viewport={"width": 390, "height": 800})
+    row = tab.tab.locator(".stacked tbody tr").first
+    places = [cell.bounding_box() for cell in row.locator("td:not(:empty)").all()]
+    assert len(places) >= 2
+    assert all(a["y"] + a["height"] <= b["y"] and a["x"] == b["x"] for a, b in pairwise(places))
+    tab.close()
+
+
+def test_the_numbers_of_quoted_lines_stand_beside_their_lines(browser, served):
+    tab = Tab(browser, f"{served}/reading.html", served)
+    for table in tab.tab.locator(".highlighttable").all():
+        numbers, code = (table.locator(part).bounding_box() for part in (".linenodiv pre", ".code pre code"))
+        assert abs(numbers["y"] + numbers["height"] - code["y"] - code["height"]) < 14, "less than a line apart"
+    tab.close()
+
+
+def test_on_a_phone_a_figure_is_wide_enough_to_be_read(browser, served):
+    tab = Tab(browser, f"{served}/figures.html", served, viewport={"width": 390, "height": 800})
+    for figure in tab.tab.locator(".figure.only-light img").all():
+        assert figure.bounding_box()["width"] >= 640
+    tab.close()
 
 
 def test_the_configuration_page_lists_every_field_with_vllms_name(site):

@@ -166,7 +166,7 @@ def _events_page() -> str:
     return (
         "# Events of the trace\n\nMade from the event classes. The envelope of every record: `kind`, `seq`, `engine`, "
         "`step`, `t_ns`, `proc`. A [JSON Schema](trace.schema.json) says the same for machines.\n\n"
-        f"{event_table()}\n{event_page()}"
+        + _stacked("events", event_table() + "\n" + event_page())
     )
 
 
@@ -187,7 +187,8 @@ def _cli_page() -> str:
             if p.name != "help"
         ]
         if rows:
-            parts.append("| argument or option | | in vLLM |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
+            table = "| argument or option | | in vLLM |\n| --- | --- | --- |\n" + "\n".join(rows)
+            parts.append(_stacked("cli", table))
     return "\n".join(parts)
 
 
@@ -210,10 +211,11 @@ def _config_page() -> str:
         f"{_cell(comments.get(f.name) or switches[f.name][1])} |"
         for f in fields(EngineConfig)
     ]
+    table = "| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n" + "\n".join(rows)
     return (
-        "# Configuration\n\nFields of `EngineConfig`, their switches on the command line, and what vLLM calls them. "
-        "Made from the class and the commands.\n\n"
-        "| field | switch | default | in vLLM | |\n| --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        "---\nhide: [toc]\n---\n\n# Configuration\n\n"
+        "Fields of `EngineConfig`, their switches on the command line, and what vLLM calls them. "
+        f"Made from the class and the commands.\n\n{_stacked('config', table)}"
     )
 
 
@@ -278,6 +280,11 @@ def notebooks_key() -> str:
     for path in sorted(path for path in sources if path.is_file()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _stacked(kind: str, markdown: str) -> str:
+    """Tables whose cells stand below each other on a phone; ``site.css`` names them there by their kind."""
+    return f'<div class="stacked {kind}" markdown>\n\n{markdown}\n\n</div>\n'
 
 
 def _cell(text: str) -> str:

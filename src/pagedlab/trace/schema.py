@@ -44,7 +44,7 @@ def event_page() -> str:
             marks = ["differs from run to run"] * (name in cls.volatile) + ["derived"] * (
                 name in getattr(cls, "derived", ())
             )
-            rows.append(f"| `{name}` | `{_cell(annotation)}` | {_cell('; '.join(filter(None, [comment, *marks])))} |")
+            rows.append(f"| `{name}` | `{annotation}` | {_cell('; '.join(filter(None, [comment, *marks])))} |")
         if rows:
             parts.append("| field | type | |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
