@@ -14,8 +14,9 @@
 # # 1 · Your first trace
 #
 # A language model turns a prompt into one next token. An *engine* does the rest: it decides which
-# requests run now, where their keys and values are kept, and when a request is done. pagedlab is such
-# an engine. It makes the decisions of vLLM 0.14.1, and it tells every one of them to a **trace**.
+# requests run now, where their keys and values are kept (what attention remembers of each token), and
+# when a request is done. pagedlab is such an engine. It makes the decisions of vLLM 0.14.1, and it tells
+# every one of them to a **trace**.
 #
 # In this notebook you run one prompt and read what the engine said about it. Before each answer there
 # is a question. Make a guess first: a wrong guess teaches more than a right sentence.
@@ -50,8 +51,8 @@ print(f"{prompt_length} prompt tokens, {len(new_tokens)} new tokens, {len(steps)
 assert (prompt_length, len(steps)) == (7, 6)
 
 # %% [markdown]
-# Six. The first step computes the whole prompt at once. Its last position already gives the first new
-# token. Each later step computes one token and gives one more.
+# Six. The first step computes the whole prompt at once. From the scores at its last position the first
+# new token is chosen already: it is **sampled**. Each later step computes one token and samples one more.
 #
 # The first step is called **prefill**, the later ones **decode**. The scheduler itself knows no such
 # phases: it only asks how many tokens of a request are known and not yet computed (vLLM:

@@ -15,8 +15,8 @@
 #
 # For every token and every layer, attention keeps a key and a value. Together they are the **KV cache**.
 # Nobody knows beforehand how long a request will become. So the cache is cut into equal **blocks**, and
-# a request gets one more block whenever its last one is full. The **block table** of a request lists
-# its blocks in order. The idea is that of pages in an operating system (Kwon et al., *Efficient Memory
+# a request gets one more block when a token finds no place in its last one. The **block table** of a
+# request lists its blocks in order. The idea is that of pages in an operating system (Kwon et al., *Efficient Memory
 # Management for Large Language Model Serving with PagedAttention*, 2023).
 #
 # Here are two requests and a pool of 12 blocks with 4 places each.

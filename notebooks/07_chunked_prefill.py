@@ -106,7 +106,7 @@ assert arrival.num_scheduled_tokens == {"r0": 1, "r1": 1, "r2": 8}
 # Running requests come first. r0 and r1 get their one token each, and r2 the 8 that are left. No answer
 # waits for the prompt. In the next step r2 is itself running, and again gets what remains.
 #
-# ## One batch, one kernel launch
+# ## One flat batch
 #
 # > **Predict.** The model gets the 10 tokens of that step as one flat list. What is `query_start_loc`? How
 # > does attention know which tokens are decodes?

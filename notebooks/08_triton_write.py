@@ -163,6 +163,32 @@ assert "block_table" in reads and "slot_mapping" not in reads
 # `reshape_and_cache_flash`, `block_table` to `flash_attn_varlen_func`
 # (`vllm/v1/attention/backends/flash_attn.py`).
 #
+# ## Reading where it lies
+#
+# A decode has one query. Attention multiplies it with the request's keys, turns the products into weights
+# that sum to 1, and adds up the values with these weights. Think of the cache as one long table with a
+# row per slot. A request with the blocks 3 and 1 has its three tokens in rows 6, 7 and 2. A weighted sum
+# over rows that are found by their number is known from elsewhere: it is an **embedding bag**.
+#
+# > **Predict.** Here is attention by an embedding bag. Must the three values first be copied side by side?
+
+# %% tags=["answer"]
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+
+keys, values = at_once.view(2, NUM_BLOCKS * BLOCK_SIZE, HEAD_SIZE)
+slots, query = torch.tensor([6, 7, 2]), torch.tensor([0.05, 0.02])
+weights = (keys[slots] @ query).softmax(0)
+read = embedding_bag(slots, values, torch.tensor([0]), mode="sum", per_sample_weights=weights)
+print("weights", weights.numpy().round(2), "answer", read[0].numpy().round(2))
+copied = scaled_dot_product_attention(query[None], keys[slots], values[slots], scale=1.0)
+assert torch.allclose(read, copied)
+
+# %% [markdown]
+# No: the bag takes each row from where it lies. The products need no copy either, when one asks only for
+# those of a query with its own slots (`torch.sparse.sampled_addmm`; the line above still copied the keys).
+# This is how pagedlab reads in float32 on a CPU (`ReadInPlace` in `attention/torch_backend.py`), for many
+# decodes in one call. On a GPU the kernel walks through the same places, block by block.
+#
 # ## In the engine
 #
 # The same kernels in a run of the whole engine, under the interpreter. It is slow, so the prompts are
@@ -208,6 +234,6 @@ trace.view()
 
 # %% [markdown]
 # **You saw** that one program writes one token; that −1 means *write nothing*; that the kernel reports what
-# it did, with a checksum; and that writing takes slots while reading takes tables. That was the last
-# notebook. From here, run `pagedlab trace` with your own prompts, or `pagedlab scenarios` for thirty small
-# stories.
+# it did, with a checksum; that writing takes slots while reading takes tables; and that reading need not
+# copy. That was the last notebook. From here, run `pagedlab trace` with your own prompts, or `pagedlab
+# scenarios` for thirty small stories.

@@ -78,7 +78,7 @@ def write(notebooks: dict[str, nbformat.NotebookNode], folder: Path, kind: str) 
 def to_markdown(notebook: nbformat.NotebookNode) -> str:
     """Prose as it stands, code fenced, outputs as HTML that no Markdown reader takes apart.
 
-    What a cell tagged ``answer`` shows is folded away, so that the reader can predict first.
+    A cell tagged ``answer`` is folded away with what it shows, so that the reader can predict first.
     """
     parts = []
     for cell in notebook.cells:
@@ -87,12 +87,12 @@ def to_markdown(notebook: nbformat.NotebookNode) -> str:
             continue
         if cell.cell_type != "code":
             continue
-        parts.append(f"```python\n{cell.source}\n```")
-        shown = "".join(filter(None, map(_output, cell.outputs)))
-        if shown and "answer" in cell.metadata.get("tags", ()):
-            shown = f'<details class="answer"><summary>Show what it says</summary>{shown}</details>'
-        if shown:
-            parts.append(f'<div class="notebook-output">{shown}</div>')
+        part = f"```python\n{cell.source}\n```"
+        if shown := "".join(filter(None, map(_output, cell.outputs))):
+            part += f'\n\n<div class="notebook-output">{shown}</div>'
+        if "answer" in cell.metadata.get("tags", ()):
+            part = f'<details class="answer" markdown="1"><summary>Show the answer</summary>\n\n{part}\n\n</details>'
+        parts.append(part)
     return "\n\n".join(parts) + "\n"
 
 

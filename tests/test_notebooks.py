@@ -152,7 +152,7 @@ def test_the_markdown_of_a_notebook_holds_its_outputs_in_one_piece(executed_note
     assert text.startswith("# 6 · Running out of blocks")
     pieces = re.findall(r'^<div class="notebook-output">.*</div>$', text, re.MULTILINE)
     assert len(pieces) >= 10 and all("\n\n" not in piece for piece in pieces)
-    assert '<details class="answer">' in text and "r1 is preempted for r0" in text
+    assert '<details class="answer" markdown="1">' in text and "r1 is preempted for r0" in text
     assert 'src="data:image/svg+xml;base64,' in text and "<iframe sandbox=" in text
 
 
