@@ -248,6 +248,27 @@ def test_every_command_that_writes_a_file_spells_it_alike(pagedlab, tmp_path):
             Path(path).unlink()
 
 
+@pytest.mark.parametrize("command", [
+    ["replay"], ["check"], ["conformance"], ["simulate"], ["trace", "--scenario"], ["trace", "a", "--model"],
+    ["trace", "a", "--out"], ["trace", "a", "--html"], ["figures"], ["figures", "--check"],
+], ids=" ".join)  # fmt: skip
+def test_a_name_that_no_file_can_have_is_one_sentence(pagedlab, command):
+    status, out, err = pagedlab(*command, "x" * 5000 + ".jsonl")
+    assert (status, out, err.count("\n")) == (2, "", 1) and "File name too long" in err
+
+
+def test_figures_of_a_folder_that_is_not_there_are_not_checked(pagedlab, tmp_path):
+    status, out, err = pagedlab("figures", str(tmp_path / "nowhere"), "--check")
+    assert (status, out) == (2, "") and "is no folder" in err
+
+
+def test_a_place_that_cannot_be_written_is_found_out_before_the_run(pagedlab, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for command in (TRACE, [*TRACE, "--html", str(tmp_path / "p.html")], ["bench"], ["simulate"]):
+        status, out, err = pagedlab(*command, "--out", str(tmp_path / "t.jsonl"))
+        assert (status, out, err.count("\n")) == (2, "", 1) and "Permission denied" in err
+
+
 def test_nothing_is_written_over_what_it_is_made_from(pagedlab, tmp_path):
     trace, story = tmp_path / "t.jsonl", tmp_path / "s.jsonl"
     assert pagedlab(*TRACE, "-o", str(trace))[0] == 0
@@ -331,6 +352,9 @@ def test_an_unreadable_trace_is_one_sentence(pagedlab, broken, command):
         (["--record", "all"], "--record is 'all'"),
         (["--compare", "vllm"], "--compare is 'vllm'"),
         (["--random-weights", "gpt-5"], "--random-weights is 'gpt-5'"),
+        (["--num-prompts", "1000000000"], "--num-prompts is 1000000000"),
+        (["--startup", "--compare", "transformers"], "leave out --compare"),
+        (["--max-tokens", "3"], "No such option: --max-tokens"),  # --output-len says it
         (["--input-len", "600", "--num-blocks", "8"], "max_model_len is 112"),
     ],
 )

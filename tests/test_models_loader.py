@@ -161,6 +161,42 @@ def test_weights_are_converted_as_asked(single):
         assert {p.dtype for p in load(single, dtype).parameters()} == {dtype}
 
 
+NORM, MLP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_said_and_loaded(single, capsys, value):
+    def spoil(tensors):
+        tensors[NORM][3] = value
+
+    rewrite(single, spoil)
+    model = load(single)
+    assert not model.norm.weight.isfinite().all()
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"pagedlab: notice: {NORM} holds NaN or infinity as float32: ")
+
+
+def test_several_weights_that_are_not_finite_are_one_notice(single, capsys):
+    def spoil(tensors):
+        tensors[NORM][3] = tensors[MLP][1, 2] = float("nan")
+
+    rewrite(single, spoil)
+    load(single)
+    assert " and 1 more hold NaN or infinity" in capsys.readouterr().err
+
+
+def test_large_finite_weights_are_no_reason_for_a_notice(single, capsys):
+    def enlarge(tensors):
+        tensors[MLP][:] = torch.finfo(torch.float32).max  # their sum overflows
+
+    rewrite(single, enlarge)
+    load(single)
+    assert capsys.readouterr().err == ""
+    load(single, dtype=torch.float16)  # as which they do overflow
+    assert f"{MLP} holds NaN or infinity as float16" in capsys.readouterr().err
+
+
 def test_one_shard_and_several_hold_the_same_model(sharded, tmp_path):
     tensors = {}
     for shard in sharded.glob("*.safetensors"):

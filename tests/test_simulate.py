@@ -352,6 +352,8 @@ def test_knobs_override_a_scenario():
         (["--fit", "worst"], "choose one of buddy"),
         (["--compare", "paged"], "only contiguous"),
         (["--requests", "0"], "--requests is 0"),
+        (["--requests", "1000000000000"], "--requests is 1000000000000"),
+        (["--seed", "-1"], "seed is -1"),
         (["--num-blocks", "1"], "null block"),
         (["--prefix-groups", "2"], "both prefix groups and prefix tokens"),
         (["--num-blocks", "50", "--max-model-len", "2048", "--compare", "contiguous"], "reserving the maximum"),

@@ -82,10 +82,12 @@ def main() -> None:
     except BrokenPipeError:
         _end_quietly()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            _silence_stdout()
+            _fail("the disk that takes the output is full.")
+        if error.filename is None:
             raise
-        _silence_stdout()
-        _fail("the disk that takes the output is full.")
+        _fail(f"cannot use {safe(os.fsdecode(error.filename), width=200)}: {error.strerror}.")
     except SystemExit as end:
         # typer and rich turn a broken pipe into status 1
         if isinstance(end.__context__, BrokenPipeError):

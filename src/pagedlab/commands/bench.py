@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pagedlab.commands.knobs import Knobs, takes_knobs
+from pagedlab.commands.knobs import Knobs, takes_engine_knobs
 from pagedlab.errors import UserError
 from pagedlab.trace.events import LEVELS, Level
 from pagedlab.trace.file import TraceFile
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from pagedlab.bench.yardstick import BareProducts
     from pagedlab.engine.llm import LLM
 
+MOST = 100_000  # requests, rounds
 STARTUP_PROMPT = "It is a truth universally acknowledged"
 
 
-@takes_knobs
+@takes_engine_knobs
 def bench(
     num_prompts: Annotated[int, typer.Option("--num-prompts", help="How many requests.")] = 16,
     input_len: Annotated[
@@ -52,11 +53,16 @@ def bench(
     *,
     knobs: Knobs,
 ) -> None:
-    """Measure tokens per second, each stage's share of the time, and memory."""
+    """Measure tokens per second, each stage's share of the time, and memory.
+
+    Prompts are random token ids, all there at the beginning; every token is the likeliest.
+    Without --max-num-seqs there is a seat for each request, so that the pool of a CPU is small, and warm after one run.
+    Steps in which all decode are held against a dense model's bare matrix products on a CPU: the median of passes.
+    """
     lens = _range("--input-len", input_len), _range("--output-len", output_len)
     for name, value in (("--num-prompts", num_prompts), ("--rounds", rounds)):
-        if value < 1:
-            raise UserError(f"{name} is {value}: give a positive whole number.")
+        if not 1 <= value <= MOST:
+            raise UserError(f"{name} is {value}: give a whole number from 1 to {MOST}.")
     if compare not in (None, "transformers"):
         raise UserError(f"--compare is {compare!r}: only transformers can be compared with.")
     if record not in LEVELS:
@@ -65,6 +71,9 @@ def bench(
     if random_weights is not None and "model" in knobs.engine:
         raise UserError("give --model or --random-weights, not both.")
     if startup:
+        for name, given in (("--random-weights", random_weights), ("--compare", compare), ("--out", out)):
+            if given is not None:
+                raise UserError(f"--startup stops at the first token: leave out {name}.")
         _startup(knobs, as_json)
         return
     if random_weights is not None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pagedlab.errors import UserError
+
 
 def figures(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write, or what to check.")] = Path(
@@ -23,6 +25,8 @@ def figures(
         for path in write_figures(folder):
             print(path)
         return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: there are no figures to check.")
     different = differing_figures(folder)
     for name in different:
         print(f"{folder / name} does not say what pagedlab figures draws")

@@ -1,4 +1,4 @@
-"""The knobs that ``trace``, ``generate`` and ``bench`` share, spelled once.
+"""The knobs that ``trace``, ``generate`` and, but for sampling, ``bench`` share, spelled once.
 
 An option that is not given stays None, so that a scenario's own configuration, or a command's
 default, can tell it from one that is.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
@@ -37,10 +37,10 @@ class Knobs:
         return SamplingParams(**{"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS, **defaults, **self.sampling})
 
 
-def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
+def takes_knobs(command: Callable[..., None], *, but: Collection[str] = ()) -> Callable[..., None]:
     """Give a typer command every knob as an option; it receives them as its argument ``knobs``."""
     own = inspect.signature(command, eval_str=True).parameters.values()
-    options = inspect.signature(_options, eval_str=True).parameters
+    options = {n: p for n, p in inspect.signature(_options, eval_str=True).parameters.items() if n not in but}
 
     @functools.wraps(command)
     def with_knobs(**given: Any) -> None:
@@ -52,6 +52,11 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     with_knobs.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_knobs.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_knobs
+
+
+def takes_engine_knobs(command: Callable[..., None]) -> Callable[..., None]:
+    """The same for a command that chooses lengths and tokens itself; the seed stays."""
+    return takes_knobs(command, but={field.name for field in fields(SamplingParams)} - {"seed"})
 
 
 def _engine(name: str, help_text: str) -> Any:

@@ -12,7 +12,7 @@ from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
 from pagedlab.errors import UserError
 from pagedlab.trace.events import LEVELS, Event, Level, StepStarted
-from pagedlab.trace.file import TraceFile, notice, refuse_overwriting
+from pagedlab.trace.file import TraceFile, notice, refuse_overwriting, why_unwritable
 from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def trace(
         str | None, typer.Option("--scenario", metavar="NAME|FILE", help="Run a story instead of prompts.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Save the trace: .jsonl, or .jsonl.zst, compressed.")
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Save the trace: .jsonl, or .jsonl.zst, compressed."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the interactive page of the run as well.")
@@ -62,8 +63,8 @@ def trace(
         raise UserError("give prompts or --scenario, not both.")
     from pagedlab.viz.terminal import TerminalTracer
 
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise UserError(f"cannot write the page {html}: give a file in a directory that exists.")
+    if html is not None and (why := why_unwritable(html)):
+        raise UserError(f"cannot write the page {html}: {why}.")
     if html is not None and LEVELS.index(saved) < LEVELS.index("blocks"):
         raise UserError(f"--html needs --record blocks or finer, not {saved}.")
     if html is not None and out is not None and html.absolute() == out.absolute():

@@ -50,13 +50,13 @@ def collect(paths: Sequence[Path]) -> Iterator[Found]:
 
 
 def _folder(folder: Path) -> Iterator[Found]:
-    if (folder / "expected.json").is_file():
-        yield Recording("checkpoint", str(folder), {}, folder)
-        return
     try:
-        paths = sorted(folder.iterdir())
+        paths, is_checkpoint = sorted(folder.iterdir()), (folder / "expected.json").is_file()
     except OSError as error:
         yield Unreadable(str(folder), f"the folder {folder} cannot be read ({error.strerror}).")
+        return
+    if is_checkpoint:
+        yield Recording("checkpoint", str(folder), {}, folder)
         return
     for path in paths:
         if path.is_dir():

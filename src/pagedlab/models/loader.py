@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def load_model(
 ) -> Qwen3ForCausalLM:
     """Build the model that the config describes and fill it from the directory's weights.
 
+    Weights that are NaN or infinite are loaded as they are, with a notice on stderr.
+
     Raises:
         UserError: no weights, a shard that is missing or cut off, a tensor that is missing, that the
             config has no place for, or that has another shape than the config says or is quantized.
@@ -48,6 +51,7 @@ def load_model(
     model = new_model(model_config, device=device, dtype=dtype, attention_backend=attention_backend)
     targets = model.checkpoint_tensors()
     _compare(stored, targets, model_config, Path(model_dir))
+    not_finite: list[str] = []
     by_shard: dict[Path, list[str]] = {}
     for name in targets:
         by_shard.setdefault(stored[name].shard, []).append(name)
@@ -56,13 +60,30 @@ def load_model(
             with safe_open(shard, framework="pt") as file:
                 for name in names:
                     targets[name].copy_(file.get_tensor(name))
+                    if not _is_finite(targets[name]):
+                        not_finite.append(name)
         except SafetensorError as error:
             raise UserError(f"{shard} is damaged: {error}.") from None
     del targets
+    if not_finite:
+        _warn(not_finite, str(dtype).removeprefix("torch."), model_dir)
     for module in model.modules():
         if isinstance(module, MergedLinear):
             module.choose_product()
     return model
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """In one pass: the sum of finite numbers is finite, or overflows, and then each is looked at."""
+    return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
+
+
+def _warn(names: list[str], dtype: str, model_dir: Path) -> None:
+    hold = "holds" if len(names) == 1 else f"and {len(names) - 1} more hold"
+    print(
+        f"pagedlab: notice: {names[0]} {hold} NaN or infinity as {dtype}: what the model in {model_dir} says means "
+        "nothing.", file=sys.stderr,
+    )  # fmt: skip
 
 
 def new_model(

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from pagedlab.config import check_seed
 from pagedlab.errors import UserError
 from pagedlab.simulate.generator import DEFAULT_GENERATOR, GENERATORS
 
+MOST_REQUESTS = 1_000_000
 FITS = ("buddy", "first", "best")
 _POOL, _DRAWN = "Pool and scheduler", "Generated workloads"
 _LENGTHS = "fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA or exponential:MEAN"
@@ -93,8 +95,10 @@ def simulate_command(
         raise UserError(f"--compare is {compare!r}: there is only contiguous.")
     if fit not in FITS:
         raise UserError(f"--fit is {fit!r}: choose one of {', '.join(FITS)}.")
-    if requests is not None and requests < 1:
-        raise UserError(f"--requests is {requests}: give a positive whole number.")
+    if requests is not None and not 1 <= requests <= MOST_REQUESTS:
+        raise UserError(f"--requests is {requests}: give a whole number from 1 to {MOST_REQUESTS}.")
+    if seed is not None:
+        check_seed(seed)
     drawn["num_requests"], drawn["seed"] = requests, seed
     given = [name for name, value in {"generator": generator, **drawn}.items() if value is not None]
     if workload is not None and given:

@@ -45,9 +45,8 @@ class TraceFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            what = "it is a directory" if self.path.is_dir() else f"there is no directory {self.path.parent}"
-            raise UserError(f"cannot write the trace {self.path}: {what}.")
+        if why := why_unwritable(self.path):
+            raise UserError(f"cannot write the trace {self.path}: {why}.")
         _check_ending(self.path)
         self.exists = False  # something of this trace is in the file
         self._file: BinaryIO | None = None
@@ -127,6 +126,15 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     return value
+
+
+def why_unwritable(path: Path) -> str | None:
+    """Found out before a long run and not after it; None if nothing speaks against writing."""
+    if path.is_dir():
+        return "it is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "Permission denied"
 
 
 def refuse_overwriting(source: Path, target: Path | None) -> None:
