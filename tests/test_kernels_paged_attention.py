@@ -69,7 +69,7 @@ class Case:
         assert self.blocks(reads) == self.expected_reads
         return output
 
-    def torch_backend(self):
+    def torch_backend(self, num_calls=None):
         spec = AttentionSpec(self.block_size, self.kv_cache.shape[3], self.kv_cache.shape[4],
                              str(self.query.dtype).removeprefix("torch."), self.window)
         common = CommonAttentionMetadata(
@@ -80,6 +80,7 @@ class Case:
         )
         reads = torch.full_like(self.block_table, -1)
         metadata = TorchMetadataBuilder(0, spec, self.query.shape[1] // spec.num_kv_heads).build(common)
+        assert num_calls is None or len(metadata.calls) == num_calls
         kv_cache = heads_first(heads_first(self.kv_cache).contiguous())
         output = paged_attention_calls(self.query, kv_cache, metadata, self.scale, reads)
         assert self.blocks(reads) == self.expected_reads
@@ -127,14 +128,26 @@ def test_a_long_prefill_is_cut_into_tiles_of_64_rows():
     torch.testing.assert_close(case.torch_backend().double(), case.reference(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_much_shorter_than_its_neighbours_has_a_call_of_its_own(dtype):
+    """Blocks of 64 KiB, as in the builder's docstring; the prefill has a call of its own anyway."""
+    rows = [(1, 3 * 16), (1, 24 * 16), (5, 40), (1, 2 * 16 + 1), (1, 22 * 16 + 1)]
+    size = {"num_heads": 16, "num_kv_heads": 8 if dtype is torch.float32 else 16, "head_size": 64, "dtype": dtype}
+    case, near = (Case(r, block_size=16, **size) for r in (rows, [(q, s + 200 * (s < 50 and q == 1)) for q, s in rows]))
+    for found, expected in ((case.torch_backend(3), case.reference()), (near.torch_backend(2), near.reference())):
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("path", ["interpreted", "torch_backend", "split"])
-def test_memory_nobody_wrote_never_shows(path, window):
+def test_memory_nobody_wrote_never_shows(path, window, dtype):
     """NaN, infinity or rubbish in null block, tails and strangers' blocks: the same bits."""
     outputs = []
     for fill in (float("nan"), float("inf"), 1e4, 0.0):
         case = Case([(1, 5), (1, 9), (4, 6)], block_size=4, num_heads=4, num_kv_heads=2, head_size=32, fill=fill,
-                    window=window)
+                    window=window, dtype=dtype)
         outputs.append(case.interpreted(num_splits=3) if path == "split" else getattr(case, path)())
     assert outputs[0].isfinite().all()
     for output in outputs[1:]:

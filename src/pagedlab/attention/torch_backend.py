@@ -34,7 +34,7 @@ class Call(ABC):
     """Rows whose queries are answered together: B rows of Q queries over S positions."""
 
     batch_idx: Tensor            # [B] int64
-    logical_block: Tensor        # [B, n] int64     entries of a row's table that are read; the last may be repeated
+    logical_block: Tensor        # [B, n] int64     entries of a row's table that are read, some more than once
     block_ids: Tensor            # [B, n] int64     what stands there
     mask: Tensor | None          # [B, 1, Q, S]     0 or -inf, None if all is seen or is_causal says it
     reads_by: ClassVar[str]      # the field that leads to keys and values
@@ -97,6 +97,8 @@ class Copied(Call):
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata:
+    """A step's calls; their queries, one call's after the other's, are a permutation of the flat batch."""
+
     common: CommonAttentionMetadata
     calls: list[Call]
     num_tokens: list[int]        # of each call
@@ -132,8 +134,8 @@ class TorchMetadataBuilder(MetadataBuilder):
         """Decodes that share a call, longest first; the rows of a call are padded to its longest.
 
         A call more pays where it spares the shorter rows more padding than its own overhead is worth. With
-        blocks of 64 KiB of keys and values and rows of 9, 8, 3 and 3 blocks: a call from the third row on
-        spares 2 · 6 blocks, 768 KiB, so there are two calls.
+        blocks of 64 KiB of keys and values and rows of 24, 23, 3 and 3 blocks: a call from the third row on
+        spares 2 · 21 blocks, 2.6 MiB, so there are two calls.
         """
         window, block_size = self.spec.sliding_window, self.spec.block_size
         visible = {i: seq_lens[i] if window is None else min(seq_lens[i], window) for i in decodes}
@@ -212,7 +214,7 @@ class TorchMetadataBuilder(MetadataBuilder):
         return Copied(batch_idx, logical_block, block_ids, mask, positions, unseen, is_causal)
 
     def _mask(self, position: Tensor, first_query: Tensor, query_len: int) -> tuple[Tensor | None, bool]:
-        """Query at position p sees key positions p - window + 1 to p."""
+        """Query at position p sees key positions p - window + 1 to p: the mask, and whether is_causal says it."""
         window = self.spec.sliding_window
         if query_len > 1 and position.shape[1] == query_len and (window is None or query_len <= window):
             return None, True
@@ -255,7 +257,7 @@ def paged_attention_calls(
     scale: float,
     reads: Tensor | None = None,  # [R, K] int64   block ids that were read, -1 elsewhere; filled if given
 ) -> Tensor:                     # [T, num_heads, head_size]
-    """Answer every query from the cache. Nothing is padded here, as only the triton backend runs in CUDA graphs."""
+    """Answer every query from the cache. No token is padding here: only the triton backend runs in CUDA graphs."""
     queries = query.index_select(0, metadata.tokens).split(metadata.num_tokens)
     answers = [call.answer(rows, kv_cache, scale) for call, rows in zip(metadata.calls, queries, strict=True)]
     if reads is not None:
