@@ -25,9 +25,9 @@ import typer
 from pagedlab.cli import app
 from pagedlab.config import EngineConfig
 from pagedlab.figures.draw import FIGURES
-from pagedlab.figures.record import stored
+from pagedlab.figures.record import RECORDED, stored
 from pagedlab.scenarios.library import builtin_names
-from pagedlab.trace.events import KINDS
+from pagedlab.trace.events import KINDS, RequestAdded
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("index", "figures", "misconceptions", "errata", "known-faults", "reading")
@@ -400,6 +400,24 @@ def test_the_landing_pages_viewer_works_from_a_folder(browser, site):
 def test_the_landing_pages_viewer_works_from_a_server(browser, served):
     tab = Tab(browser, f"{served}/index.html", served)
     assert_landing_page_shows_the_trace(tab.tab)
+    tab.close()
+
+
+def test_every_recorded_run_can_be_chosen_on_the_landing_page_and_linked_to(browser, served):
+    tab = Tab(browser, f"{served}/index.html#preemption", served)
+    place = "document.querySelector('[data-pagedlab-view]')"
+    tab.tab.wait_for_function(f"{place}.viewer?.meta.header.config.num_blocks === 5")
+    buttons = tab.tab.locator(".runs button")
+    assert {b.get_attribute("id") for b in buttons.all()} == set(RECORDED)
+    for name in RECORDED:
+        tab.tab.locator(f"#{name}").click()
+        wanted = max(e.step for e in stored(name))
+        tab.tab.wait_for_function(f"{place}.viewer.meta.columns.step.at(-1) === {wanted}")
+        tab.tab.evaluate(f"{place}.viewer.settled")
+        ids = tab.tab.evaluate(f"{place}.viewer.meta.requests.map((r) => r.id)")
+        assert ids == [e.request_id for e in stored(name) if isinstance(e, RequestAdded)], name
+        pressed = tab.tab.locator(".runs [aria-pressed=true]")
+        assert [b.get_attribute("id") for b in pressed.all()] == [name]
     tab.close()
 
 

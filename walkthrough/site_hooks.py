@@ -122,19 +122,31 @@ const css = {json.dumps(asset("viewer.css"))};
 function start() {{
   for (const place of document.querySelectorAll("[data-pagedlab-view]")) {{
     if (place.shadowRoot) continue;
-    const name = place.dataset.pagedlabView;
+    const follow = () => place.viewer?.setTheme(document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
+    new MutationObserver(follow).observe(document.body, {{ attributeFilter: ["data-md-color-scheme"] }});
     const show = () => {{
-      const {{ meta, chunks }} = window.pagedlabViews[name];
-      place.viewer = mount(place, {{ meta, readChunk: (chunk) => chunks[chunk], css }});
-      const follow = () => place.viewer.setTheme(document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
-      new MutationObserver(follow).observe(document.body, {{ attributeFilter: ["data-md-color-scheme"] }});
-      follow();
+      const name = place.dataset.pagedlabView, run = window.pagedlabViews[name];
+      if (run) {{
+        place.viewer?.destroy();
+        place.viewer = mount(place, {{ meta: run.meta, readChunk: (chunk) => run.chunks[chunk], css }});
+        follow();
+        return;
+      }}
+      const script = document.createElement("script");
+      script.src = new URL(`views/${{name}}.js`, base);
+      script.onload = show;
+      document.head.append(script);
     }};
-    if (window.pagedlabViews[name]) {{ show(); continue; }}
-    const script = document.createElement("script");
-    script.src = new URL(`views/${{name}}.js`, base);
-    script.onload = show;
-    document.head.append(script);
+    const buttons = [...document.querySelectorAll(".runs button")];
+    const choose = (name) => {{
+      place.dataset.pagedlabView = name;
+      for (const button of buttons) button.setAttribute("aria-pressed", String(button.id === name));
+      show();
+    }};
+    for (const button of buttons) button.onclick = () => choose(button.id);
+    const asked = location.hash.slice(1);
+    const isKnown = buttons.some((button) => button.id === asked);
+    choose(isKnown ? asked : place.dataset.pagedlabView);
   }}
 }}
 if (window.document$) window.document$.subscribe(start);
@@ -254,12 +266,14 @@ def _notebook(number: str) -> str:
 def _build_notebooks(folder: Path) -> None:
     """Executed notebooks as pages, made by ``notebooks/build.py``; run again only if they or the code changed."""
     folder.mkdir(exist_ok=True)
-    rows = "\n".join(f"- [{title}]({path.stem}.md)" for path, title in notebooks())
+    seen = dict(re.findall(r"^\| `(\w+)\.py` \| (.+) \|$", (NOTEBOOKS / "README.md").read_text("utf-8"), re.MULTILINE))
+    rows = "\n".join(f"| [{title}]({path.stem}.md) | {seen[path.stem]} |" for path, title in notebooks())
     _write(
         folder / "index.md",
         "# Notebooks\n\nEach takes less than ten minutes, runs from top to bottom on a CPU, and asks you to predict "
         "before it shows. What you see here was executed when the site was built; the sources lie in `notebooks/` "
-        f"and open in Jupyter with jupytext.\n\n{rows}\n",
+        "and open in Jupyter with jupytext.\n\n| notebook | what you see |\n| --- | --- |\n"
+        f"{rows}\n\nIn a hurry? 1, 2 and 3 are the core: steps, blocks, and the way from a token to its slot.\n",
     )
     made_from, key = folder / "made-from.txt", notebooks_key()
     if made_from.is_file() and made_from.read_text(encoding="utf-8") == key:
