@@ -351,7 +351,7 @@ def test_the_first_line_says_so_when_kernels_are_recorded(real):
 def test_what_the_writer_reports_is_shown_beside_the_mapped_slots(real):
     text = show(real, 120, "kernels")
     first = next(e for e in real if isinstance(e, KvWritten))
-    assert f"torch twin reports {len(first.slot)} slots = the mapped ones" in text
+    assert f"plain torch reports {len(first.slot)} slots = the mapped ones" in text
     for checksum in first.checksum:
         assert f"{checksum:08x}" in text
     assert sum(isinstance(e, KernelLaunched | KvRead) for e in real) and "attention read for r0: blocks" in text

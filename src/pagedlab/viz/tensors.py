@@ -20,7 +20,7 @@ from pagedlab.viz.step_view import StepView
 from pagedlab.wording import plural
 
 HOW = {
-    "compiled": "compiled kernel", "interpreted": "interpreted kernel", "torch": "torch twin",
+    "compiled": "compiled kernel", "interpreted": "interpreted kernel", "torch": "plain torch",
     "graph_replay": "graph replay", "triton": "compiled Triton kernel",
     "triton-interpreted": "interpreted Triton kernel",
 }
