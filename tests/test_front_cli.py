@@ -257,6 +257,13 @@ def test_a_name_that_no_file_can_have_is_one_sentence(pagedlab, command):
     assert (status, out, err.count("\n")) == (2, "", 1) and "File name too long" in err
 
 
+def test_a_name_that_is_no_text_may_be_that_of_a_page(pagedlab, tmp_path):
+    trace = tmp_path / os.fsdecode(b"a\xff.jsonl")
+    assert pagedlab(*TRACE, "--out", str(trace))[0] == 0
+    assert pagedlab("view", str(trace))[0] == 0
+    assert "<title>pagedlab: a\ufffd</title>" in trace.with_suffix(".html").read_text("utf-8")
+
+
 def test_figures_of_a_folder_that_is_not_there_are_not_checked(pagedlab, tmp_path):
     status, out, err = pagedlab("figures", str(tmp_path / "nowhere"), "--check")
     assert (status, out) == (2, "") and "is no folder" in err

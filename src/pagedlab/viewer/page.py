@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -49,7 +50,8 @@ def write_page(trace: Trace, path: Path, steps: tuple[int, int] | None = None) -
         UserError: recorded too coarsely, no such steps, or larger than 25 MiB; nothing is written.
     """
     packed = pack(trace, steps)
-    text = html(packed, f"pagedlab: {path.stem}")
+    name = os.fsencode(path.stem).decode("utf-8", "replace")  # a file's name may be no text
+    text = html(packed, f"pagedlab: {name}")
     size = len(text.encode())
     if size > MAX_BYTES:
         last = packed.meta["columns"]["step"][-1]
