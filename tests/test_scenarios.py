@@ -63,6 +63,8 @@ def changed(path: list, value: object) -> dict:
         (changed(["speed"], 3), "unknown field 'speed'"),
         (changed(["config", "blocks"], 3), "config has an unknown field 'blocks'"),
         (changed(["config", "num_blocks"], 1), "num_blocks is 1"),
+        (changed(["config", "num_blocks"], None), "config has no num_blocks"),
+        (changed(["script", 0, "add", 0], {"a": 1}), "names request {'a': 1}, which is not"),
         (changed(["config", "block_size"], 0), "block_size is 0"),
         (changed(["config", "enable_prefix_caching"], 1), "enable_prefix_caching must be true or false"),
         (changed(["config", "groups"], []), "groups must be a list"),

@@ -102,6 +102,19 @@ def test_a_bad_line_is_one_sentence_with_its_number(tmp_path, line, says):
         read_jsonl(path)
 
 
+def test_a_strangers_sentence_cannot_steer_the_terminal(tmp_path):
+    document = {
+        "format": "pagedlab-scenario/1", "name": None, "about": "clear\x1b[2J",
+        "config": {"block_size": 4, "num_blocks": 8},
+        "requests": {"r0": {"prompt_token_ids": [1, 2], "max_tokens": 1, "sampled_token_ids": [3]}},
+    }  # fmt: skip
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    said = command(str(tmp_path / "s.json")).stdout
+    assert "clear\ufffd[2J" in said and "\x1b[2J" not in said
+    (tmp_path / "s.json").write_text(json.dumps(document | {"about": None}))
+    assert "Workload: scenario" in command(str(tmp_path / "s.json")).stdout
+
+
 def test_drawn_prompts_hold_their_whole_prefix():
     lengths = {"prompt_lengths": "uniform:1:100", "prefix_groups": 2, "prefix_tokens": 60}
     drawn = generate("uniform", num_requests=50, max_model_len=2048, **lengths).requests

@@ -103,7 +103,7 @@ def _check_config(config: dict[str, Any], runs_alone: bool, path: str) -> None:
     _known(config, (*settings, "groups"), where)
     if runs_alone:
         for name in ("block_size", "num_blocks"):
-            if name not in config:
+            if config.get(name) is None:
                 raise UserError(f"{where} has no {name}: without a model there is nothing to take it from.")
     elif "groups" in config:
         raise UserError(f"{where} has groups, but the model decides them: leave groups out, or give sampled_token_ids.")
@@ -156,7 +156,7 @@ def _check_script(script: list[Any], requests: dict[str, Any], path: str) -> Non
         if not isinstance(ids, list) or not ids:
             raise UserError(f"{where}: {actions[0]} must be a list of request ids.")
         for request_id in ids:
-            if request_id not in requests:
+            if not isinstance(request_id, str) or request_id not in requests:
                 raise UserError(f"{where} names request {request_id!r}, which is not among the requests.")
     if script and not any("add" in entry for entry in script):
         raise UserError(f"{path}: the script adds no request, so nothing would happen.")

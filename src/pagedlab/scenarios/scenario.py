@@ -65,8 +65,8 @@ class Scenario:
         """
         check_document(document, path)
         return cls(
-            document.get("name", path),
-            document.get("about", ""),
+            document.get("name") or path,
+            document.get("about") or "",
             document["config"],
             document["requests"],
             document.get("script", [{"before_step": 0, "add": list(document["requests"])}]),

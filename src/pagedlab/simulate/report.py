@@ -11,6 +11,7 @@ from typing import Any
 from pagedlab.simulate.memory import CATEGORIES, MemoryBySteps
 from pagedlab.simulate.paged import Simulation
 from pagedlab.simulate.workload import mean
+from pagedlab.trace.file import printable
 from pagedlab.wording import plural
 
 WIDTH = 80
@@ -54,7 +55,7 @@ def _setting(about: str, config: Mapping[str, Any], memory: MemoryBySteps) -> st
     chunked = "on" if config.get("enable_chunked_prefill", True) else "off"
     return "\n".join(
         [
-            _wrapped(f"Workload: {about}."),
+            _wrapped(f"Workload: {printable(' '.join(about.split()), 1000)}."),
             _wrapped(
                 f"Pool: {plural(config['num_blocks'] - 1, 'usable block')} of {plural(config['block_size'], 'token')}, "
                 f"{plural(memory.num_slots, 'slot')}; policy {config.get('policy', 'fcfs')}, "
