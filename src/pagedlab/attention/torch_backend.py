@@ -118,17 +118,15 @@ class TorchMetadataBuilder(MetadataBuilder):
         starts = common.query_start_loc.tolist()
         alike = [[batch_idx] for batch_idx, query_len in enumerate(common.query_lens) if query_len > 1]
         alike += self._group_decodes([i for i, query_len in enumerate(common.query_lens) if query_len == 1], seq_lens)
-        calls = [self._plan(common, rows, seq_lens) for rows in alike]
+        calls = [self._plan(common, rows) for rows in alike]
         in_order = [[t for i in rows for t in range(starts[i], starts[i + 1])] for rows in alike]
         tokens = torch.tensor(list(chain(*in_order)), dtype=torch.int64, device=common.block_table.device)
-        places = torch.empty_like(tokens)
-        places[tokens] = torch.arange(len(tokens), device=tokens.device)
         if trace.tensors:
             emit_metadata_built(
                 common, "torch",
                 {f"{call.reads_by}.{i}": getattr(call, call.reads_by) for i, call in enumerate(calls)},
             )  # fmt: skip
-        return TorchAttentionMetadata(common, calls, [len(part) for part in in_order], tokens, places)
+        return TorchAttentionMetadata(common, calls, [len(part) for part in in_order], tokens, tokens.argsort())
 
     def _group_decodes(self, decodes: list[int], seq_lens: list[int]) -> list[list[int]]:
         """Decodes that share a call, longest first; the rows of a call are padded to its longest.
@@ -149,12 +147,12 @@ class TorchMetadataBuilder(MetadataBuilder):
             groups[-1].append(batch_idx)
         return groups
 
-    def _plan(self, common: CommonAttentionMetadata, rows: list[int], seq_lens: list[int]) -> Call:
+    def _plan(self, common: CommonAttentionMetadata, rows: list[int]) -> Call:
         """Which blocks are read and who sees what."""
         window, device = self.spec.sliding_window, common.block_table.device
         query_len = common.query_lens[rows[0]]
         batch_idx = torch.tensor(rows, device=device)                              # [B] int64
-        seq_len = torch.tensor([seq_lens[i] for i in rows], device=device)         # [B] int64
+        seq_len = common.seq_lens[batch_idx].long()                                # [B] int64
         first_query = seq_len - query_len                                          # [B] int64  its position
         first_seen = torch.zeros_like(seq_len) if window is None else (first_query - window + 1).clamp(min=0)
         in_place = query_len == 1 and self.spec.dtype == "float32" and device.type == "cpu" and reads_in_place()
