@@ -89,6 +89,13 @@ def test_a_file_that_is_no_safetensors_file_is_named(single):
         load(single)
 
 
+def test_a_pointer_that_git_lfs_left_is_told_from_weights(single):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 1192135096\n"
+    (single / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match="git lfs pull"):
+        load(single)
+
+
 def test_no_weights_at_all(single):
     (single / "model.safetensors").unlink()
     with pytest.raises(UserError, match="has no weights"):

@@ -132,7 +132,10 @@ def _read_header(shard: Path) -> dict[str, StoredTensor]:
     try:
         size = shard.stat().st_size
         with shard.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            if start == b"version ":
+                raise UserError(f"{shard} is a pointer that git-lfs left: run git lfs pull beside it for the weights.")
+            header_size = int.from_bytes(start, "little")
             if size < 8 or header_size > size - 8:
                 raise UserError(f"{shard} is cut off: its header alone should take {header_size} bytes.")
             header = json.loads(file.read(header_size))
