@@ -265,6 +265,21 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
     page.close()
 
 
+def test_a_record_is_shown_a_field_a_line_and_one_block_is_spoken_of_as_one(browser, tmp_path):
+    trace = stored("mixed-batch")
+    write_page(trace, tmp_path / "page.html")
+    page = Page(browser, tmp_path / "page.html")
+    events = shown_events(trace)
+    index = next(i for i, e in enumerate(events) if kind_of(e) == "request_added" and e.request_id == "r2")
+    page.goto(index)
+    raw = page.inside(".raw").inner_text()
+    texts = json.loads(raw)["prompt_token_texts"]
+    assert len(texts) == 22 and sum(text in raw for text in ('"prompt_token_texts":["It"," was"', ' "prompt":')) == 2
+    assert all(line.startswith(("{", ' "')) and '":' in line for line in raw.splitlines())
+    assert page.inside(".writes").inner_text().count("for the queries of r1: block 2.") == 1
+    page.close()
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_lens_says_where_a_slot_lies_in_the_memory_of_the_runs_backend(browser, tmp_path, backend):
     torch = pytest.importorskip("torch")

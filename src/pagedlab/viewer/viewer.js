@@ -1038,7 +1038,7 @@ class Viewer {
     });
     const query = isQuery ? `The query at position ${chosen.position} of ${id}` : `No query at position ${chosen.position} of ${id} ran in this step; one there`;
     return [
-      el("p", { class: "note" }, show(`${query} sees the framed keys. Read by ${read.source} for the queries of ${id}: blocks ${read.block_ids.join(", ")}.`)),
+      el("p", { class: "note" }, show(`${query} sees the framed keys. Read by ${read.source} for the queries of ${id}: block${read.block_ids.length === 1 ? "" : "s"} ${read.block_ids.join(", ")}.`)),
       el("div", { class: "blocks" }, ...drawn)];
   }
 
@@ -1061,7 +1061,7 @@ class Viewer {
     if (here) this.list.scrollTop = here.offsetTop - this.list.offsetTop - this.list.clientHeight / 2;
     const record = this.current();
     const { index, ...rest } = record ?? {};
-    this.raw.textContent = record ? show(JSON.stringify(rest)).replaceAll(/,"/g, ',\n "') : "";
+    this.raw.textContent = record ? show(JSON.stringify(rest)).replaceAll(/,"(?=\w+":)/g, ',\n "') : "";
   }
 
   /** For tests: the state as plain data. */
