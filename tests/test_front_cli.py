@@ -257,6 +257,16 @@ def test_a_name_that_no_file_can_have_is_one_sentence(pagedlab, command):
     assert (status, out, err.count("\n")) == (2, "", 1) and "File name too long" in err
 
 
+def test_a_trace_that_lost_a_request_is_no_page_and_one_sentence(pagedlab, tmp_path):
+    trace, damaged = tmp_path / "t.jsonl", tmp_path / "damaged.jsonl"
+    assert pagedlab(*TRACE, "--out", str(trace))[0] == 0
+    records = trace.read_text().splitlines(keepends=True)
+    damaged.write_text("".join(r for r in records if '"kind":"request_added"' not in r))
+    status, out, err = pagedlab("view", str(damaged))
+    assert (status, out, err.count("\n")) == (2, "", 1) and "does not fit the state before it" in err
+    assert not damaged.with_suffix(".html").exists()
+
+
 def test_a_name_that_is_no_text_may_be_that_of_a_page(pagedlab, tmp_path):
     trace = tmp_path / os.fsdecode(b"a\xff.jsonl")
     assert pagedlab(*TRACE, "--out", str(trace))[0] == 0

@@ -42,7 +42,7 @@ from pagedlab.trace.events import (
     TraceFinished,
     kind_of,
 )
-from pagedlab.trace.state import EngineState, Fold
+from pagedlab.trace.state import EngineState, Fold, describe
 from pagedlab.trace.trace import Trace
 from pagedlab.viewer.ops import RULES, snapshot_ops
 from pagedlab.viewer.rows import BothDesigns
@@ -222,7 +222,12 @@ class _Packer:
     def _ops(self, event: Event) -> list[int]:
         """What the event changes, in the page's language; asked before the event is folded in."""
         rule = RULES.get(type(event))
-        return rule(self, event) if rule else []
+        try:
+            return rule(self, event) if rule else []
+        except (LookupError, TypeError, ValueError):
+            raise UserError(
+                f"{describe(event)} does not fit the state before it: the trace is damaged or incomplete."
+            ) from None
 
     def place(self, queue_key: list[Any], leaving: str | None = None) -> int:
         """Where a request with this key will stand in the waiting queue."""
