@@ -14,6 +14,7 @@ from pagedlab.conformance.single_engine import Document, one_group
 from pagedlab.kernels.slot_mapping import slot_chain
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from pagedlab.wording import plural
 from pagedlab.worker.block_table import BlockTable
 from pagedlab.worker.flat_indices import flatten_batch, token_indices
 from pagedlab.worker.persistent_batch import PersistentBatchRunner
@@ -37,7 +38,7 @@ def _outcome(name: str, path: str, case: Document, replay: Callable[[Document], 
     got = replay(case)
     expected = {key: value for key, value in case.items() if key in got}
     difference = first_difference(expected, got)
-    about = f"{len(expected)} lists equal" if difference is None else ""
+    about = f"{plural(len(expected), 'list')} equal" if difference is None else ""
     if difference is None:
         return Outcome(name, path, "worked_examples", "strict", True, None, "", about)
     field, wanted, found = difference
