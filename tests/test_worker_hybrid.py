@@ -66,3 +66,45 @@ def test_hybrid_model_gives_transformers_tokens_past_the_window_with_hits_and_pr
         assert engine.scheduler.kv_cache_manager.prefix_cache_stats.hits > 0
     else:
         assert sum(engine.num_preemptions.values()) > 0
+
+
+def poison_blocks(engine, *, in_use):
+    """NaN into all blocks that are in use, or into those that are not, the null block among them; → how many."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    block_ids = [b.block_id for b in pool.blocks if (b.ref_cnt > 0 and b is not pool.null_block) == in_use]
+    for layer in engine.worker.runner.model.attention_layers.values():
+        layer.kv_cache[:, block_ids] = float("nan")
+    return len(block_ids)
+
+
+def crowded(model, **knobs):
+    """Every prompt at once in a small pool that caches nothing: blocks are given back in each step."""
+    directory, reference = model
+    num_blocks = {1: 14, 2: 36, 4: 50}[NUM_GROUPS[tuple(reference.config.layer_types)]]
+    engine = Engine(config(num_blocks=num_blocks, enable_prefix_caching=False, **knobs), model_dir=directory)
+    for req_id, prompt in PROMPTS.items():
+        engine.add(req_id, prompt, temperature=0, max_tokens=24)
+    return engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_slid_out_or_were_freed_are_never_read(model, dtype):
+    clean, poisoned = crowded(model, dtype=dtype).run(), crowded(model, dtype=dtype)
+    num_poisoned = 0
+    while poisoned.scheduler.requests:
+        num_poisoned += poison_blocks(poisoned, in_use=False)
+        poisoned.step()
+    assert num_poisoned > 400 and sum(poisoned.num_preemptions.values()) > 0
+    for req_id in PROMPTS:
+        found, expected = (torch.stack(engine.recorder.logits[req_id]) for engine in (poisoned, clean))
+        assert found.isfinite().all() and torch.equal(found, expected)
+
+
+def test_a_block_in_use_that_lost_its_values_would_show(model):
+    """The counterpart."""
+    engine = crowded(model)
+    for _ in range(3):
+        engine.step()
+    assert poison_blocks(engine, in_use=True)
+    engine.step()
+    assert any(rows[-1].isnan().any() for rows in engine.recorder.logits.values())
