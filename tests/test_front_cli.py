@@ -323,6 +323,12 @@ def test_a_trace_that_cannot_be_written_is_not_said_to_be_anywhere(pagedlab, tmp
     assert status == 2 and err.count("\n") == 1 and "cannot write the trace" in err
 
 
+def test_a_terminal_of_no_columns_shows_something(pagedlab, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    status, out, _ = pagedlab("scenarios")
+    assert status == 0 and "preemption" in out
+
+
 def test_a_closed_standard_input_is_no_prompt(pagedlab, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert pagedlab("generate") == (2, "", "pagedlab: no prompt: give one or more in quotes.\n")

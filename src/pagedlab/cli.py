@@ -68,6 +68,8 @@ def main() -> None:
     """Run a command; turn every foreseen failure into one line and a status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks never ends a command
         sys.stdout.reconfigure(errors="backslashreplace")
+    if os.environ.get("COLUMNS") == "0":  # nobody knows, say some terminals; rich would believe it and show nothing
+        del os.environ["COLUMNS"]
     try:
         status = app(standalone_mode=False)
     except UserError as error:
