@@ -33,8 +33,8 @@ def conformance(
 ) -> None:
     """Replay recordings of the real vLLM against this engine.
 
-    Exit status: 0 all are equal; 1 one differs; 2 one cannot be replayed, because it is damaged, lacks a part or names
-    a checkpoint that is not found: it is named at the end, and the others are replayed all the same.
+    Exit status: 0 all are equal; 1 one differs; 2 one cannot be replayed, whatever the others gave.
+    That one is damaged, lacks a part or names a checkpoint that is not found; it is named, and the rest is replayed.
     """
     outcomes: list[Outcome] = []
     unreadable: list[Unreadable] = []
