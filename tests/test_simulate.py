@@ -102,6 +102,22 @@ def test_a_bad_line_is_one_sentence_with_its_number(tmp_path, line, says):
         read_jsonl(path)
 
 
+@pytest.mark.parametrize("option", [
+    ["--arrivals", "poisson:1e-320"], ["--arrivals", "bursts:0.5:1e300"], ["--prompt-lengths", "lognormal:1e308:2"],
+    ["--prompt-lengths", "fixed:inf"], ["--output-lengths", "exponential:1e-320"],
+])
+def test_numbers_beyond_reason_are_refused(option):
+    with pytest.raises(UserError, match="not between 1e-9 and 1e9"):
+        command("--requests", "5", *option)
+
+
+def test_a_wild_distribution_is_drawn_again_until_something_fits():
+    drawn = generate("fixed", num_requests=50, max_model_len=2048, prompt_lengths="lognormal:100:1e4")
+    assert {r.num_prompt_tokens for r in drawn.requests} == {1}
+    with pytest.raises(UserError, match="hardly ever"):
+        generate("fixed", num_requests=50, max_model_len=2048, prompt_lengths="fixed:1e9")
+
+
 def test_a_strangers_sentence_cannot_steer_the_terminal(tmp_path):
     document = {
         "format": "pagedlab-scenario/1", "name": None, "about": "clear\x1b[2J",

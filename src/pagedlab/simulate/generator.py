@@ -19,6 +19,7 @@ from pagedlab.wording import plural
 
 DEFAULT_GENERATOR = "sharegpt-like"
 DEFAULT_NUM_REQUESTS = 1000
+LARGEST_EXPONENT = 700.0  # of e, in a float; any such length is drawn again
 Draw = Callable[[random.Random], float]
 
 
@@ -152,7 +153,7 @@ def _distribution(text: str) -> Draw:
     if name == "exponential":
         return lambda rng: rng.expovariate(1 / numbers[0])
     middle, sigma = numbers
-    return lambda rng: rng.lognormvariate(math.log(middle) - sigma**2 / 2, sigma)
+    return lambda rng: math.exp(min(rng.normalvariate(math.log(middle) - sigma**2 / 2, sigma), LARGEST_EXPONENT))
 
 
 def _arrival_steps(text: str, count: int, rng: random.Random) -> list[int]:
@@ -180,6 +181,8 @@ def _parse(text: str, known: dict[str, int]) -> tuple[Any, ...]:
         numbers = [float(number) for number in given]
     except ValueError:
         raise UserError(f"{text!r} has something that is not a number: give one of {shapes}.") from None
-    if any(not 0 < number < math.inf for number in numbers):
+    if any(not number > 0 for number in numbers):
         raise UserError(f"{text!r} has a number that is not positive.")
+    if any(not 1e-9 <= number <= 1e9 for number in numbers):
+        raise UserError(f"{text!r} has a number that is not between 1e-9 and 1e9.")
     return (name, *numbers)
