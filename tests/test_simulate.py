@@ -127,6 +127,10 @@ def test_a_strangers_sentence_cannot_steer_the_terminal(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps(document))
     said = command(str(tmp_path / "s.json")).stdout
     assert "clear\ufffd[2J" in said and "\x1b[2J" not in said
+    line = {"request_id": "\x1b[2J", "arrival_step": 0, "num_prompt_tokens": 9, "num_output_tokens": 1}
+    (tmp_path / "w.jsonl").write_text(json.dumps(line))
+    said = command(str(tmp_path / "w.jsonl"), "--max-model-len", "4").stdout
+    assert "request \ufffd[2J has a prompt of 9 tokens" in said and "\x1b[2J" not in said
     (tmp_path / "s.json").write_text(json.dumps(document | {"about": None}))
     assert "Workload: scenario" in command(str(tmp_path / "s.json")).stdout
 

@@ -91,7 +91,7 @@ def _counts(run: Simulation) -> str:
     }
     lines = [f"{name:<20}{value}" for name, value in rows.items()]
     for sentence in (*list(run.refused.values())[:1], *list(run.errors.values())[:1]):
-        lines.append(_wrapped(f"for example: {sentence}"))
+        lines.append(_wrapped(f"for example: {printable(sentence)}"))
     return "\n".join(lines)
 
 
