@@ -26,6 +26,7 @@ REQUEST_TYPES = {
 SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "n")
 ACTIONS = ("add", "abort", "reset_prefix_cache")
 MAX_STEPS_BETWEEN = 10_000  # from one script entry to the next: the steps between may all be empty
+BEYOND = 1 << 63  # whole numbers of a trace have 64 bits
 GROUP_FIELDS = ("layers", "kind", "block_size", "sliding_window")
 
 
@@ -70,17 +71,21 @@ def _check_request(spec: Any, where: str) -> None:
         raise UserError(f"{where}: prompt must be text.")
     for name in ("prompt_token_ids", "sampled_token_ids", "stop_token_ids"):
         ids = spec.get(name, [])
-        if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-            raise UserError(f"{where}: {name} must be a list of whole numbers of 0 or more.")
+        if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < BEYOND for i in ids):
+            raise UserError(f"{where}: {name} must be a list of whole numbers of 0 or more, in 63 bits.")
     if "sampled_token_ids" in spec and "prompt_token_ids" not in spec:
         raise UserError(f"{where} has sampled_token_ids and so no tokenizer: give prompt_token_ids as well.")
     for name, (kinds, what) in REQUEST_TYPES.items():
-        if name in spec and type(spec[name]) not in kinds:
+        if name in spec and (type(spec[name]) not in kinds or _is_beyond(spec[name])):
             raise UserError(f"{where}: {name} must be {what}.")
     sampling = spec.get("sampling", {})
     _known(sampling, SAMPLING_FIELDS, f"{where}: sampling")
     limits = {name: spec[name] for name in ("max_tokens", "min_tokens") if name in spec}
     _with_place(lambda: SamplingParams(**{**limits, **sampling}), where)
+
+
+def _is_beyond(value: Any) -> bool:
+    return isinstance(value, int) and not -BEYOND < value < BEYOND
 
 
 def _check_mixture(document: dict[str, Any], path: str) -> bool:
