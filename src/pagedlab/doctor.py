@@ -62,7 +62,7 @@ def _torch_and_gpu() -> dict[str, str]:
 def _triton() -> str:
     installed = _version("triton") or _version("pytorch-triton")
     if installed is None or find_spec("triton") is None:
-        return "not installed: kernels run as their torch twins"
+        return "not installed: attention runs in plain torch, index maps in their torch twins"
     return f"{installed}, compiles for a GPU, interprets on a CPU"
 
 

@@ -25,13 +25,31 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → the same"""
+        return self.weight * self.normalized(x)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Without the weight."""
         wide = x.float()
         if x.device.type == "cpu":  # torch fuses nothing there, and this composition is the shortest
             length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             wide = wide * torch.addcmul(self.eps_tensor, length, length, value=1 / x.shape[-1]).rsqrt_()
         else:
-            wide = F.rms_norm(wide, self.weight.shape, None, self.eps)
-        return self.weight * wide.to(x.dtype)
+            wide = F.rms_norm(wide, x.shape[-1:], None, self.eps)
+        return wide.to(x.dtype)
+
+
+class HeadRMSNorm(RMSNorm):
+    """RMSNorm of every head in one pass, with one weight for all query heads and one for all key heads."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, eps: float, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(head_size, eps, dtype, device)
+        self.weight = empty_weight(2, head_size, dtype=dtype, device=device)  # q_norm, k_norm
+        self.kind = torch.tensor([0] * num_heads + [1] * num_kv_heads, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, num_heads + num_kv_heads, head_size] → the same"""
+        return self.weight.index_select(0, self.kind) * self.normalized(x)
 
 
 class MergedLinear(nn.Module):

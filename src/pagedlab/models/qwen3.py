@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagedlab.attention.backends import AttentionBackend, AttentionLayerConfig
 from pagedlab.attention.layer import Attention
 from pagedlab.models.config import ModelConfig
-from pagedlab.models.layers import GatedMLP, MergedLinear, RMSNorm, RotaryEmbedding, empty_weight, rotate
+from pagedlab.models.layers import GatedMLP, HeadRMSNorm, MergedLinear, RMSNorm, RotaryEmbedding, empty_weight, rotate
 from pagedlab.models.products import linear
 
 
@@ -30,8 +30,9 @@ class Qwen3Attention(nn.Module):
         bias = config.attention_bias
         self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device, bias)
         self.o_proj = MergedLinear(q_size, {"o_proj": config.hidden_size}, dtype, device, bias)
-        self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps, dtype, device)
-        self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps, dtype, device)
+        self.qk_norm = HeadRMSNorm(
+            self.num_heads, self.num_kv_heads, self.head_size, config.rms_norm_eps, dtype, device
+        )
         self.attn = Attention(
             AttentionLayerConfig(
                 layer_name=f"model.layers.{layer_index}.self_attn.attn",
@@ -47,17 +48,16 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size))
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q = rotate(self.q_norm(q), cos, sin)                 # [T, num_heads, head_size]
-        k = rotate(self.k_norm(k), cos, sin)                 # [T, num_kv_heads, head_size]
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = rotate(self.qk_norm(qk), cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {
             **self.qkv_proj.checkpoint_tensors(prefix),
             **self.o_proj.checkpoint_tensors(prefix),
-            f"{prefix}.q_norm.weight": self.q_norm.weight,
-            f"{prefix}.k_norm.weight": self.k_norm.weight,
+            f"{prefix}.q_norm.weight": self.qk_norm.weight[0],
+            f"{prefix}.k_norm.weight": self.qk_norm.weight[1],
         }
 
 
