@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pagedlab.models.config import ModelConfig
 from pagedlab.models.layers import MergedLinear
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
+from pagedlab.trace.file import notice
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -80,10 +80,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 def _warn(names: list[str], dtype: str, model_dir: Path) -> None:
     hold = "holds" if len(names) == 1 else f"and {len(names) - 1} more hold"
-    print(
-        f"pagedlab: notice: {names[0]} {hold} NaN or infinity as {dtype}: what the model in {model_dir} says means "
-        "nothing.", file=sys.stderr,
-    )  # fmt: skip
+    notice(f"{names[0]} {hold} NaN or infinity as {dtype}: what the model in {model_dir} says means nothing.")
 
 
 def new_model(

@@ -7,7 +7,6 @@ next captured size and copied into buffers that stay.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from pagedlab.kernels.slot_mapping import PAD_SLOT_ID
 from pagedlab.kv.specs import KVCacheGroupSpec
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.trace.events import MetadataBuilt
+from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.input_batch import InputBatch
 
@@ -114,7 +114,7 @@ class DecodeGraphs:
             self._replays[size] = replay
         else:
             self.sizes = [0]  # no batch fits any more
-            print(f"pagedlab: notice: running without CUDA graphs ({reason}).", file=sys.stderr)
+            notice(f"running without CUDA graphs ({reason}).")
         return agrees
 
     def _common(self, group_id: int, size: int) -> CommonAttentionMetadata:
