@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pagedlab.errors import UserError
-from pagedlab.trace.file import notice
+from pagedlab.errors import UserError, notice
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {  # config.json of Qwen/Qwen3-0.6B

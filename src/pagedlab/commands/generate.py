@@ -10,7 +10,7 @@ import typer
 
 from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
-from pagedlab.trace.file import notice
+from pagedlab.errors import notice
 
 
 @takes_knobs

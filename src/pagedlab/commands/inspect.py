@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pagedlab.errors import UserError
+from pagedlab.errors import UserError, notice
 from pagedlab.trace.events import LEVELS
 
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="A saved trace: .jsonl or .jsonl.zst.")]
@@ -65,8 +64,8 @@ def check(trace: TracePath, as_json: AsJson = False) -> None:
 
     notices: list[str] = []
     violation = first_violation(Trace.load(trace), notices)
-    for notice in notices:
-        print(f"pagedlab: notice: {safe(notice)}", file=sys.stderr)
+    for text in notices:
+        notice(text)
     if as_json:
         print(json.dumps({"ok": violation is None, "violation": violation and asdict(violation), "notices": notices}))
     else:

@@ -10,9 +10,9 @@ import typer
 
 from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
-from pagedlab.errors import UserError
+from pagedlab.errors import UserError, notice
 from pagedlab.trace.events import LEVELS, Event, Level, StepStarted
-from pagedlab.trace.file import TraceFile, notice, refuse_overwriting, why_unwritable
+from pagedlab.trace.file import TraceFile, refuse_overwriting, why_unwritable
 from pagedlab.trace.tracer import trace as tracer
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from typing import Any
 from pagedlab.config import EngineConfig
 from pagedlab.engine.core import EngineCore, next_engine_id
 from pagedlab.engine.tokenizer import Tokenizer
-from pagedlab.errors import UserError
+from pagedlab.errors import UserError, notice
 from pagedlab.kv.initialize import get_kv_cache_config, get_kv_cache_groups, initialize, resolve_max_model_len
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.resolve import display_name, resolve_model
 from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import EngineSnapshot, Scalar
-from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
 from pagedlab.wording import plural
 from pagedlab.worker.kv_memory import Available, free_ram_bytes

@@ -16,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedlab.attention.backends import AttentionBackend
-from pagedlab.errors import UserError
+from pagedlab.errors import UserError, notice
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.layers import MergedLinear
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
-from pagedlab.trace.file import notice
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

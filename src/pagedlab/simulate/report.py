@@ -11,8 +11,7 @@ from typing import Any
 from pagedlab.simulate.memory import CATEGORIES, MemoryBySteps
 from pagedlab.simulate.paged import Simulation
 from pagedlab.simulate.workload import mean
-from pagedlab.trace.file import printable
-from pagedlab.wording import plural
+from pagedlab.wording import plural, printable
 
 WIDTH = 80
 NUM_PHASES = 10  # rows of the table over time

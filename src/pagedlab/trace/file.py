@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any, BinaryIO, Union
 import msgspec
 import zstandard
 
-from pagedlab.errors import UserError
+from pagedlab.errors import UserError, notice
 from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceHeader, kind_of
-from pagedlab.wording import plural
+from pagedlab.wording import plural, printable
 
 MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
 MAX_RECORD_BYTES = 64 << 20  # no newline in so much: not JSON Lines
@@ -211,16 +210,6 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
         first = plural(len(events), "record")
         notice(f"{path}: the file is cut; showing its first {first}, up to step {events[-1].step}")
     return events
-
-
-def notice(text: str) -> None:
-    print(f"pagedlab: notice: {printable(text)}", file=sys.stderr)
-
-
-def printable(text: str, most: int = 300) -> str:
-    """Text from a file, fit for a message: no control characters, no end of line, not endless."""
-    shown = "".join(c if c.isprintable() else "\ufffd" for c in text)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def _read_header(lines: _Lines) -> TraceHeader:

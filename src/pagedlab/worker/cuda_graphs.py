@@ -15,11 +15,11 @@ from torch import Tensor
 from pagedlab.attention.backends import MetadataBuilder
 from pagedlab.attention.forward_context import set_forward_context
 from pagedlab.attention.metadata import CommonAttentionMetadata
+from pagedlab.errors import notice
 from pagedlab.kernels.slot_mapping import PAD_SLOT_ID
 from pagedlab.kv.specs import KVCacheGroupSpec
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.trace.events import MetadataBuilt
-from pagedlab.trace.file import notice
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.input_batch import InputBatch
 
