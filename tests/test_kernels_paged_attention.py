@@ -1,5 +1,7 @@
 """Paged attention: the kernel under Triton's interpreter and the fast torch backend, beside the definition."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,6 +115,21 @@ def test_interpreted_kernel_computes_the_definition(case, num_splits):
 @given(case=cases)
 def test_torch_backend_computes_the_definition(case):
     torch.testing.assert_close(case.torch_backend().double(), case.reference(), atol=1e-5, rtol=1e-5)
+
+
+decodes = st.lists(st.integers(1, 60).map(lambda seq_len: (1, seq_len)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("elsewhere", [
+    patch.object(TorchMetadataBuilder, "_plan_in_place", TorchMetadataBuilder._plan_copy),
+    patch("pagedlab.attention.torch_backend.samples_products", lambda: False),
+], ids=["gpu", "torch-without-sampled-products"])  # fmt: skip
+@settings(deadline=None, max_examples=50)
+@given(rows=decodes, window=st.sampled_from([None, 1, 5, 30]), seed=st.integers(0, 99))
+def test_decodes_as_they_are_planned_elsewhere(elsewhere, rows, window, seed):
+    case = Case(rows, block_size=4, num_heads=6, num_kv_heads=2, head_size=32, window=window, seed=seed)
+    with elsewhere:
+        torch.testing.assert_close(case.torch_backend().double(), case.reference(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

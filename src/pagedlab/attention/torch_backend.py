@@ -1,7 +1,7 @@
 """Attention in plain torch: fast on a CPU, the reference on a GPU.
 
-Many decodes of similar length share one call. On a CPU in float32 it reads keys and values where they
-lie, by their slots; else, and for each prefill chunk, the blocks of a row are copied side by side for
+Many decodes of similar length share one call. On a CPU it reads values where they lie, by their slots, and in
+float32 keys too; on a GPU, and for each prefill chunk, the blocks of a row are copied side by side for
 ``scaled_dot_product_attention``.
 Memory that this step's requests did not write (the tail of a last block, the null block) may hold
 NaN; it is never part of the arithmetic, as 0 · NaN would be NaN.
@@ -46,27 +46,36 @@ class Call(ABC):
 
 @dataclass(frozen=True)
 class ReadInPlace(Call):
-    """Decodes (Q is 1) for which nothing is copied: a key is a row of the cache seen as a table of such rows.
+    """Decodes (Q is 1) that read the cache as a table whose rows are keys or values of one head.
 
-    Scores are a product of queries and keys taken at a few places only, which torch has for sparse matrices;
-    a weighted sum of values is what it has as an embedding bag.
+    Scores are a product of queries and keys taken at a few places only, which torch has for sparse matrices,
+    though in float32 alone: in other dtypes the keys are copied. A weighted sum of values is an embedding bag.
     """
 
     cache_rows: Tensor           # [B · num_heads · S] int64       rows shorter than S repeat their last
     starts: Tensor               # [B · num_heads] int64           where each query's cache rows begin: multiples of S
-    scores: Tensor               # [B · num_heads, N] float32      sparse, columns are cache rows; written by each layer
+    scores: Tensor | None        # [B · num_heads, N] float32      sparse, columns are cache rows; written by each layer
     reads_by = "cache_rows"
 
     def answer(self, query: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
         keys, values = heads_first(kv_cache).view(2, -1, kv_cache.shape[-1])
-        keys = keys[: self.scores.shape[1]]
-        torch.sparse.sampled_addmm(self.scores, query.flatten(0, 1), keys.T, beta=0.0, alpha=scale, out=self.scores)
-        scores = self.scores.values().view(*query.shape[:2], -1)                 # [B, num_heads, S]
+        if self.scores is None:
+            scores = self._scores_of_copied_keys(query, keys, kv_cache.shape[-2]) * scale
+        else:
+            keys = keys[: self.scores.shape[1]]
+            torch.sparse.sampled_addmm(self.scores, query.flatten(0, 1), keys.T, beta=0.0, alpha=scale, out=self.scores)
+            scores = self.scores.values().view(*query.shape[:2], -1)             # [B, num_heads, S]
         if self.mask is not None:
             scores = scores + self.mask[:, :, 0]
-        weights = scores.softmax(-1).flatten()
+        weights = scores.softmax(-1).flatten().to(values.dtype)
         summed = F.embedding_bag(self.cache_rows, values, self.starts, mode="sum", per_sample_weights=weights)
         return summed.view_as(query)
+
+    def _scores_of_copied_keys(self, query: Tensor, keys: Tensor, num_kv_heads: int) -> Tensor:
+        """[B, num_heads, S] float32"""
+        by_kv_head = self.cache_rows.view(len(query), num_kv_heads, query.shape[1] // num_kv_heads, -1)
+        copied = F.embedding(by_kv_head[:, :, 0], keys).float()                  # [B, num_kv_heads, S, head_size]
+        return (query.float().unflatten(1, (num_kv_heads, -1)) @ copied.mT).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,7 @@ class TorchMetadataBuilder(MetadataBuilder):
         seq_len = common.seq_lens[batch_idx].long()                                # [B] int64
         first_query = seq_len - query_len                                          # [B] int64  its position
         first_seen = torch.zeros_like(seq_len) if window is None else (first_query - window + 1).clamp(min=0)
-        in_place = query_len == 1 and self.spec.dtype == "float32" and device.type == "cpu" and reads_in_place()
-        plan = self._plan_in_place if in_place else self._plan_copy
+        plan = self._plan_in_place if query_len == 1 and device.type == "cpu" else self._plan_copy
         return plan(common.block_table, batch_idx, first_seen, first_query, seq_len)
 
     def _plan_in_place(
@@ -180,10 +188,12 @@ class TorchMetadataBuilder(MetadataBuilder):
         heads = block_ids[:, None] * num_kv_heads + kv_head[:, None]               # [B, num_heads, S] int64
         cache_rows = (heads * block_size + (position % block_size)[:, None]).flatten()
         starts = torch.arange(0, len(cache_rows) + 1, end)
-        scores = torch.sparse_csr_tensor(
-            starts, cache_rows, torch.zeros(len(cache_rows)), size=(len(starts) - 1, int(cache_rows.max()) + 1),
-            check_invariants=False,
-        )  # fmt: skip
+        scores = None
+        if self.spec.dtype == "float32" and samples_products():
+            scores = torch.sparse_csr_tensor(
+                starts, cache_rows, torch.zeros(len(cache_rows)), size=(len(starts) - 1, int(cache_rows.max()) + 1),
+                check_invariants=False,
+            )  # fmt: skip
         return ReadInPlace(batch_idx, logical_block, block_ids, mask, cache_rows, starts[:-1], scores)
 
     def _plan_copy(
@@ -270,7 +280,7 @@ def heads_first(kv_cache: Tensor) -> Tensor:
 
 
 @cache
-def reads_in_place() -> bool:
+def samples_products() -> bool:
     """Whether this build of torch samples products on a CPU; its remark that sparse tensors are young is not shown."""
     one = torch.ones(1, 1)
     index = torch.tensor([0, 1])
