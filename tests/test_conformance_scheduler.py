@@ -409,6 +409,45 @@ def test_a_malformed_case_of_kv_initialization_does_not_end_the_others(monkeypat
     assert document["cases"][3]["name"] in err and "available_bytes" in err
 
 
+@pytest.mark.parametrize("spoil", [
+    lambda document: document["cases"][0].pop("block_table"),
+    lambda document: document["cases"][0].update(block_size=0),
+    lambda document: document["cases"][0].update(block_table=[[10**12]] * 3),
+    lambda document: document["cases"].insert(1, "no case"),
+    lambda document: document.update(row_operations=None),
+    lambda document: document["row_operations"]["log"][0].update(after="burn row 3"),
+])
+def test_a_damaged_worked_example_is_named_and_the_others_are_replayed(monkeypatch, capsys, tmp_path, spoil):
+    with gzip.open(DATA.parent / "worker" / "worked_examples" / "flat_indices.json.gz", "rt") as file:
+        document = json.load(file)
+    spoil(document)
+    path = write(tmp_path / "example.json", document)
+    status, out, err = run_cli(monkeypatch, capsys, "conformance", "--json", path)
+    found = json.loads(out)
+    others = len(document["cases"])  # of them and of the row operations one is damaged
+    assert (status, found["passed"], found["failed"], len(found["unreadable"])) == (2, others, 0, 1)
+    assert found["unreadable"][0]["path"] == str(path) and "worked example" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("spoil, word", [
+    (lambda run: run["requests"][0].pop("max_tokens"), "KeyError: 'max_tokens'"),
+    (lambda run: run.update(checkpoint=7), "TypeError"),
+    (lambda run: run["config"].pop("max_model_len"), "no max_model_len"),
+    (lambda run: run["steps"][1].pop("row_changes"), "row_changes"),
+    (lambda run: run["steps"][1].update(row_changes=None), "TypeError"),
+])
+def test_a_run_that_cannot_be_read_is_no_difference(monkeypatch, capsys, tmp_path, spoil, word):
+    with gzip.open(DATA.parent / "worker" / "index_maps.jsonl.gz", "rt") as file:
+        document = json.loads(file.readline())
+    spoil(document)
+    path = write(tmp_path / "run.json", document)
+    status, out, err = run_cli(
+        monkeypatch, capsys, "conformance", path, "--checkpoints", DATA.parent.parent / "checkpoints"
+    )
+    assert status == 2 and "DIFF" not in out
+    assert str(path) in err and word in err and err.count("\n") == 1
+
+
 def test_a_recording_whose_checkpoint_is_missing_is_replayed_from_its_messages(monkeypatch, capsys, tmp_path):
     with gzip.open(DATA.parent / "worker" / "index_maps.jsonl.gz", "rt") as file:
         document = json.loads(file.readline())

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+import pagedlab
 from pagedlab.conformance.collect import Ignored, Recording, collect
 from pagedlab.conformance.report import Outcome, Unreadable
 from pagedlab.errors import UserError
@@ -18,6 +19,7 @@ from pagedlab.viz.text import safe
 from pagedlab.wording import plural
 
 Mode = Literal["strict", "lenient", "both"]
+PACKAGE = Path(pagedlab.__file__).parent
 
 
 def conformance(
@@ -67,7 +69,7 @@ def conformance(
 
 
 def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) -> Iterator[Outcome | Unreadable]:
-    """A recording that breaks off, or a changed engine that raises, is a difference and not the end."""
+    """An exception of the engine is a difference, one while a recording is read makes that unreadable; neither ends."""
     if recording.kind == "run" and mode == "both":
         yield from _replay_safely(recording, checkpoints, "strict")
         yield from _replay_safely(recording, checkpoints, "lenient")
@@ -78,8 +80,12 @@ def _replay_safely(recording: Recording, checkpoints: list[Path], mode: Mode) ->
         why = str(error)
         yield Unreadable(recording.path, why if str(recording.file) in why else f"{recording.path}: {why}")
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+        frames = traceback.extract_tb(error.__traceback__)
+        what = f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+        ours = [place for frame in frames if (place := Path(frame.filename)).is_relative_to(PACKAGE)]
+        if ours[-1].parent.name == "conformance":  # there the document is read; elsewhere the engine works
+            yield Unreadable(recording.path, f"{recording.path} is malformed: {what}.")
+            return
         name = str(recording.document.get("name", recording.file.name))
         first = {"step": None, "field": "exception", "expected": None, "got": what}
         report = f"{name}: the replay ended with an exception (a damaged recording, or a changed engine)\n  {what}\n"

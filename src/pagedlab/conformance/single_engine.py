@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pagedlab.config import EngineConfig
+from pagedlab.errors import UserError
 from pagedlab.kv.initialize import initialize
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from pagedlab.models.config import ModelConfig
@@ -23,8 +24,15 @@ Document = dict[str, Any]
 
 
 def run_config(document: Document) -> EngineConfig:
-    """The knobs of a recorded run, which was made on a CPU."""
+    """The knobs of a recorded run, which was made on a CPU.
+
+    Raises:
+        UserError: a knob is impossible, or the size of the pool or of the longest request is missing.
+    """
     known = {name: value for name, value in document["config"].items() if name in EngineConfig.field_names()}
+    for name in ("num_blocks", "max_model_len"):
+        if known.get(name) is None:
+            raise UserError(f"the config of the recorded run has no {name}.")
     return EngineConfig(device="cpu", **known)
 
 

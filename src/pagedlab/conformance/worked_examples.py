@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagedlab.config import EngineConfig
-from pagedlab.conformance.report import Outcome, first_difference
+from pagedlab.conformance.report import Outcome, Unreadable, first_difference
 from pagedlab.conformance.single_engine import Document, one_group
 from pagedlab.kernels.slot_mapping import slot_chain
 from pagedlab.sampling_params import SamplingParams
@@ -23,19 +23,22 @@ from pagedlab.worker.state_table import StateTableRunner
 CPU = torch.device("cpu")
 
 
-def replay_worked_example(document: Document, path: str) -> list[Outcome]:
-    """Each case of a file is an outcome; ``split_blocks`` is out of scope."""
-    outcomes = []
-    for case in document["cases"]:
-        replay = _state_rows if "idx_mapping" in case else _flat_indices
-        outcomes.append(_outcome(case["name"], path, case, replay))
+def replay_worked_example(document: Document, path: str) -> list[Outcome | Unreadable]:
+    """Each case of a file is an outcome, or named if it is malformed; ``split_blocks`` is out of scope."""
+    outcomes = [_outcome(case, path, _example) for case in document["cases"]]
     if "row_operations" in document:
-        outcomes.append(_outcome("row_operations", path, document["row_operations"], _row_operations))
+        outcomes.append(_outcome(document["row_operations"], path, _row_operations, "row_operations"))
     return outcomes
 
 
-def _outcome(name: str, path: str, case: Document, replay: Callable[[Document], Document]) -> Outcome:
-    got = replay(case)
+def _outcome(
+    case: Document, path: str, replay: Callable[[Document], Document], name: str | None = None
+) -> Outcome | Unreadable:
+    try:
+        name = name or str(case["name"])
+        got = replay(case)
+    except Exception as error:  # whatever a number out of place makes the runners or torch raise
+        return Unreadable(path, f"{path}: worked example {name or case!r} is malformed ({error!r}).")
     expected = {key: value for key, value in case.items() if key in got}
     difference = first_difference(expected, got)
     about = f"{plural(len(expected), 'list')} equal" if difference is None else ""
@@ -45,6 +48,10 @@ def _outcome(name: str, path: str, case: Document, replay: Callable[[Document], 
     first = {"step": None, "field": field, "expected": wanted, "got": found}
     report = f"  {field}: expected {wanted!r}, got {found!r}"
     return Outcome(name, path, "worked_examples", "strict", False, first, report, about)
+
+
+def _example(case: Document) -> Document:
+    return _state_rows(case) if "idx_mapping" in case else _flat_indices(case)
 
 
 def _message(requests: list[tuple[str, int, int, list[int]]]) -> SchedulerOutput:

@@ -92,8 +92,8 @@ def _first_difference(document: Document, steps: Iterator[Document]) -> Document
 
 
 def _comparable(expected: Document, got: Document) -> Document:
-    """The recorded fields that this mode replays; rows that left have no order among themselves."""
-    expected = {key: value for key, value in expected.items() if key in got}
+    """The recorded fields that this mode replays, each of them; rows that left have no order among themselves."""
+    expected = {key: expected[key] for key in got}
     if "row_changes" in expected:
         changes = expected["row_changes"]
         expected["row_changes"] = {**changes, "removed": sorted(changes["removed"], key=lambda entry: entry["row"])}
