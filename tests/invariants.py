@@ -22,6 +22,7 @@ from typing import Any
 
 from pagedlab.engine.core import EngineCore
 from pagedlab.kv.block import KVCacheBlock
+from pagedlab.kv.block_pool import BlockPool
 from pagedlab.request import Request, RequestStatus
 from pagedlab.sched.output import ModelRunnerOutput, SchedulerOutput
 from pagedlab.sched.policy import FirstComeFirstServed
@@ -55,6 +56,22 @@ def need(condition: object, invariant: str, message: str) -> None:
 
 
 # ------------------------------------------------------------------ the live objects
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Counts, links and hashes agree."""
+    free = list(pool.free_block_queue)
+    assert len(free) == pool.num_free_blocks, "the count disagrees with a walk of the free queue"
+    assert len({b.block_id for b in free}) == len(free), "a block is twice in the free queue"
+    for block in pool.blocks[1:]:
+        assert (block.ref_cnt == 0) == (block.prev_free_block is not None), f"{block} is free and in use, or lost"
+        if block.block_hash is not None:
+            holders = pool._cached[block.group_id].get(block.block_hash, {})
+            assert holders.get(block.block_id) is block, f"{block} is not found under its hash"
+    assert pool.null_block.ref_cnt == 0 and pool.null_block.block_hash is None, "the null block was used"
+    assert sum(len(h) for c in pool._cached for h in c.values()) == sum(
+        b.block_hash is not None for b in pool.blocks
+    ), "the map holds a block without a hash"
 
 
 def check_live(scheduler: Scheduler) -> None:
@@ -393,7 +410,7 @@ class Watched:
     def _check_everything(self) -> None:
         scheduler = self.core.scheduler
         check_live(scheduler)
-        scheduler.kv_cache_manager.block_pool.check()
+        check_pool(scheduler.kv_cache_manager.block_pool)
         if isinstance(scheduler.policy, FirstComeFirstServed):
             served = [self.added[r.request_id] for r in (*scheduler.running, *scheduler.waiting)]
             need(served == sorted(served), "first come first served", f"the order of adding is {served}")

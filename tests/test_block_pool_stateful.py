@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from invariants import check_pool
 from pagedlab.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from pagedlab.kv.block_pool import BlockPool
 from pagedlab.request import Request
@@ -25,7 +26,7 @@ class PoolBesideModel(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 12), num_groups=st.integers(1, 2))
     def start(self, num_blocks, num_groups):
-        self.pool, self.num_groups = BlockPool(num_blocks, num_groups, True), num_groups
+        self.pool, self.num_groups = BlockPool(num_blocks, num_groups), num_groups
         self.free = list(range(1, num_blocks))
         self.ref_counts = {}                 # id -> owners, only where > 0
         self.cached = {}                     # (group, hash) -> ids, first cached first
@@ -62,7 +63,7 @@ class PoolBesideModel(RuleBasedStateMachine):
         ids = self.cached.get(key, [])
         assert (block and block.block_id) == (ids[0] if ids else None)
         if block is not None:
-            self.pool.touch([block, self.pool.null_block], "r0", key[0], 0)  # a null block before a window is no hit
+            self.pool.touch([block, self.pool.null_block], "r0", key[0])  # a null block before a window is no hit
             self.ref_counts[block.block_id] = self.ref_counts.get(block.block_id, 0) + 1
             if block.block_id in self.free:
                 self.free.remove(block.block_id)
@@ -99,7 +100,7 @@ class PoolBesideModel(RuleBasedStateMachine):
     def agree(self):
         if not hasattr(self, "pool"):
             return
-        self.pool.check()
+        check_pool(self.pool)
         assert self.free_ids == self.free
         assert self.pool.num_free_blocks == len(self.free)
         assert self.pool.num_used_blocks == len(self.ref_counts)
@@ -115,7 +116,7 @@ TestPoolBesideModel.settings = settings(max_examples=150, stateful_step_count=40
 
 
 def used_pool():
-    pool = BlockPool(8, 1, True)
+    pool = BlockPool(8, 1)
     first, second, third = pool.get_new_blocks(3, "r0", 0, 0)
     cache(pool, first, b"a")
     cache(pool, second, b"a")
@@ -169,23 +170,23 @@ def null_block_cached(pool, first, second, third):
 ])
 def test_a_corrupted_pool_is_found(corrupt):
     pool, *blocks = used_pool()
-    pool.check()
+    check_pool(pool)
     corrupt(pool, *blocks)
     with pytest.raises(AssertionError):
-        pool.check()
+        check_pool(pool)
 
 
 # ------------------------------------------------------------------ single sentences
 
 
 def test_block_0_is_never_handed_out():
-    pool = BlockPool(4, 1, True)
+    pool = BlockPool(4, 1)
     assert [b.block_id for b in pool.get_new_blocks(3, "r0", 0, 0)] == [1, 2, 3]
     assert pool.num_free_blocks == 0
 
 
 def test_a_pool_of_the_null_block_alone_has_nothing_to_give():
-    pool = BlockPool(1, 1, True)
+    pool = BlockPool(1, 1)
     assert pool.num_free_blocks == pool.num_used_blocks == 0
     with pytest.raises(ValueError):
         pool.get_new_blocks(1, "r0", 0, 0)
@@ -207,14 +208,14 @@ def test_of_two_blocks_with_one_hash_the_first_cached_is_hit_and_the_other_after
 
 
 def test_groups_do_not_hit_each_others_blocks():
-    pool = BlockPool(4, 2, True)
+    pool = BlockPool(4, 2)
     (block,) = pool.get_new_blocks(1, "r0", 1, 0)
     cache(pool, block, b"a", 1)
     assert pool.get_cached_block(b"a", 0) is None and pool.get_cached_block(b"a", 1) is block
 
 
 def test_a_table_given_back_from_its_end_loses_its_tail_first():
-    pool = BlockPool(5, 1, True)
+    pool = BlockPool(5, 1)
     table = pool.get_new_blocks(3, "r0", 0, 0)
     pool.free_blocks([(i, table[i]) for i in (2, 1, 0)], "r0", 0, "finished")
     assert [b.block_id for b in pool.free_block_queue] == [4, 3, 2, 1]

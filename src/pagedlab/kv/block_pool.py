@@ -22,9 +22,8 @@ class BlockPool:
     several (shared). Block 0 is the null block: taken out at once and never handed out.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool) -> None:
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.num_blocks = num_blocks  # null block included
-        self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.null_block = self.free_block_queue.popleft_n(1)[0]
@@ -69,9 +68,9 @@ class BlockPool:
                 )
         return new_blocks
 
-    def touch(self, blocks: Iterable[KVCacheBlock], request_id: str, group_id: int, first_logical_block: int) -> None:
-        """One more owner for each hit block; free ones leave the free queue."""
-        for logical_block, block in enumerate(blocks, first_logical_block):
+    def touch(self, blocks: Iterable[KVCacheBlock], request_id: str, group_id: int) -> None:
+        """One more owner for each block of a hit; free ones leave the free queue."""
+        for logical_block, block in enumerate(blocks):
             if block.is_null:
                 continue
             was_free = block.ref_cnt == 0
@@ -167,18 +166,3 @@ class BlockPool:
                 BlockEvicted(block_id=block.block_id, ref_cnt=0, group=group_id, request_id=for_request,
                              hash=short_hash(block_hash))
             )
-
-    def check(self) -> None:
-        """Raise AssertionError unless counts, links and hashes agree; for tests."""
-        free = list(self.free_block_queue)
-        assert len(free) == self.num_free_blocks, "the count disagrees with a walk of the free queue"
-        assert len({b.block_id for b in free}) == len(free), "a block is twice in the free queue"
-        for block in self.blocks[1:]:
-            assert (block.ref_cnt == 0) == (block.prev_free_block is not None), f"{block} is free and in use, or lost"
-            if block.block_hash is not None:
-                holders = self._cached[block.group_id].get(block.block_hash, {})
-                assert holders.get(block.block_id) is block, f"{block} is not found under its hash"
-        assert self.null_block.ref_cnt == 0 and self.null_block.block_hash is None, "the null block was used"
-        assert sum(len(h) for c in self._cached for h in c.values()) == sum(
-            b.block_hash is not None for b in self.blocks
-        ), "the map holds a block without a hash"

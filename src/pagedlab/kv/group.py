@@ -77,7 +77,7 @@ class KVCacheGroup:
 
     def take_hits(self, request_id: str, hit_blocks: list[KVCacheBlock]) -> None:
         """Start a table with the blocks of a prefix hit."""
-        self.pool.touch(hit_blocks, request_id, self.group_id, 0)
+        self.pool.touch(hit_blocks, request_id, self.group_id)
         self.tables[request_id] = list(hit_blocks)
         self.num_cached_blocks[request_id] = len(hit_blocks)
 
@@ -121,7 +121,7 @@ class KVCacheGroup:
             return 0
         num_holders = len(self.tables)
         count = 0
-        for block in self.tables.get(request_id, ()):
+        for block in self.tables[request_id]:
             if block.ref_cnt != num_holders:
                 break
             count += 1

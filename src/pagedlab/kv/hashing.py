@@ -60,8 +60,6 @@ def merge_hashes(block_hashes: Sequence[bytes], ratio: int) -> list[bytes]:
 
     With hashes [a, b, c, d, e] and ratio 2: [a·b, c·d]; e does not fill a large block.
     """
-    if ratio == 1:
-        return list(block_hashes)
     whole = len(block_hashes) // ratio * ratio
     return [b"".join(block_hashes[i : i + ratio]) for i in range(0, whole, ratio)]
 

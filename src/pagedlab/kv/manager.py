@@ -11,16 +11,14 @@ empty for a running request.
 
 from __future__ import annotations
 
-from math import lcm
-
 from pagedlab.kv.block_pool import BlockPool
 from pagedlab.kv.group import KVCacheGroup
-from pagedlab.kv.hashing import short_hash
-from pagedlab.kv.prefix import PrefixHit, blocks_in_sight, find_longest_cache_hit
+from pagedlab.kv.prefix import PrefixHit, find_longest_cache_hit
+from pagedlab.kv.prefix_events import prefix_matched
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.request import Request
 from pagedlab.sched.output import BlockIds
-from pagedlab.trace.events import PrefixMatched, SlotsAllocated, SlotsRefused, WhyFreed
+from pagedlab.trace.events import SlotsAllocated, SlotsRefused, WhyFreed
 from pagedlab.trace.tracer import trace
 
 
@@ -53,7 +51,7 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
         groups = kv_cache_config.kv_cache_groups
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(groups), enable_caching)
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(groups))
         self.groups = [KVCacheGroup(i, g.kv_cache_spec, self.block_pool, block_size) for i, g in enumerate(groups)]
         self.windowed_groups = [group for group in self.groups if group.sliding_window is not None]
         self.no_hit = PrefixHit(0, tuple([] for _ in groups))
@@ -68,12 +66,11 @@ class KVCacheManager:
         - 1 and then to whole blocks, so a fully cached prompt computes a whole block again.
         """
         hit = self.no_hit
-        skip = request.sampling_params.skip_reading_prefix_cache
-        if self.enable_caching and not skip:
+        if self.enable_caching and not request.sampling_params.skip_reading_prefix_cache:
             hit = find_longest_cache_hit(self.block_pool, self.groups, request, request.num_tokens - 1)
             self.prefix_cache_stats.record(request, hit.num_tokens)
         if trace.decisions:
-            trace.emit(self._prefix_matched(request, hit, "prompt_logprobs" if skip else "caching_off"))
+            trace.emit(prefix_matched(self.block_pool, self.groups, request, hit, self.block_size, self.enable_caching))
         return hit
 
     def allocate_slots(self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
@@ -93,12 +90,12 @@ class KVCacheManager:
 
         pool = self.block_pool
         num_free = pool.free_block_queue.num_free_blocks
-        needed_from_free_hits, needed_new, num_needed = [], [], 0
+        needed_from_free_hits, needed_new = [], []
         for group, hit_blocks in zip(self.groups, hit.blocks, strict=True):
             from_free_hits, new = group.num_blocks_needed(request_id, num_tokens, hit_blocks)
             needed_from_free_hits.append(from_free_hits)
             needed_new.append(new)
-            num_needed += from_free_hits + new
+        num_needed = sum(needed_from_free_hits) + sum(needed_new)
         if num_needed > num_free:
             self.refused = (num_needed, num_free)
             if trace.decisions:
@@ -144,43 +141,3 @@ class KVCacheManager:
         if not self.enable_caching:
             return [0] * len(self.groups)
         return [group.num_common_prefix_blocks(request_id) for group in self.groups]
-
-    def _prefix_matched(self, request: Request, hit: PrefixHit, why_not_searched: str) -> PrefixMatched:
-        """Why the hit stopped; the next longer one would end ``step`` tokens later."""
-        block_size = self.block_size
-        stopped_at = hit.num_tokens // block_size
-        event = PrefixMatched(
-            request_id=request.request_id, num_tokens=request.num_tokens, num_computed_tokens=hit.num_tokens,
-            block_ids=hit.block_ids(), stopped_at_block=stopped_at,
-            why=why_not_searched, block_size=block_size,
-        )
-        if not self.enable_caching or why_not_searched == "prompt_logprobs":
-            return event
-        step = lcm(*(group.block_size for group in self.groups))
-        if hit.num_tokens + step > request.num_tokens:
-            event.why = "partial_block"
-        elif hit.num_tokens + step == request.num_tokens:
-            event.why = "last_token_must_be_computed"
-        else:
-            self._explain_miss(request, hit.num_tokens, hit.num_tokens + step, event)
-        return event
-
-    def _explain_miss(self, request: Request, num_hit: int, num_longer: int, event: PrefixMatched) -> None:
-        """Name the first group, and in it the first block, for whose lack the hit is not ``num_longer`` tokens."""
-        for group in self.groups:
-            size, hashes = group.block_size, group.block_hashes(request)
-            first = num_hit // size
-            if group.sliding_window is not None:
-                first = num_longer // size - max(1, blocks_in_sight(group))
-            for i in range(max(0, first), num_longer // size):
-                if self.block_pool.get_cached_block(hashes[i], group.group_id) is not None:
-                    continue
-                tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
-                history = self.block_pool.history
-                complete = history.num_recorded == self.block_pool.num_ever_cached
-                miss = history.explain(group.group_id, hashes[i], hashes[i - 1] if i else None, tokens, complete)
-                event.why = miss.why if group.sliding_window is None else "window_group"
-                event.group, event.hash, event.key_differs = group.group_id, short_hash(hashes[i]), miss.key_differs
-                event.similar_block_id = miss.similar_block_id
-                event.evicted_at_step, event.evicted_for = miss.evicted_at_step, miss.evicted_for
-                return

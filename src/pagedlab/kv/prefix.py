@@ -32,29 +32,25 @@ def find_longest_cache_hit(
 ) -> PrefixHit:
     """Search at most ``max_length`` tokens; the hit must hold in every group.
 
-    Each group can only shorten what the others found, so the groups are asked in turn, full
-    attention first, until nobody shortens it any more. With different block sizes the hit is a
-    multiple of all of them.
+    Each group can only shorten what the others found. Any beginning of a hit is a hit again with full
+    attention, so those groups are asked once; those with a window in turn, until none shortens it any
+    more. With different block sizes the hit is a multiple of all of them.
     """
     alignment = lcm(*(group.block_size for group in groups))
-    hits: list[list[KVCacheBlock]] = [[] for _ in groups]
-    searched_full = [False] * len(groups)
-    order = sorted(range(len(groups)), key=lambda g: groups[g].sliding_window is not None)
-    hit_length = max_length
-    while True:
-        length = hit_length
-        for g in order:
-            group = groups[g]
-            if searched_full[g]:
-                del hits[g][length // group.block_size :]  # any beginning of a full hit is a hit
-            else:
-                search = _search_full if group.sliding_window is None else _search_window
-                hits[g] = search(pool, group, group.block_hashes(request), length, alignment)
-                searched_full[g] = group.sliding_window is None
-            length = len(hits[g]) * group.block_size
-        if length == hit_length or len(groups) == 1:
-            return PrefixHit(length, tuple(hits))
-        hit_length = length
+    hits: dict[int, list[KVCacheBlock]] = {}  # group -> its blocks
+    length = max_length
+    for group in groups:
+        if group.sliding_window is None:
+            hits[group.group_id] = _search_full(pool, group, group.block_hashes(request), length, alignment)
+            length = len(hits[group.group_id]) * group.block_size
+    windowed = [group for group in groups if group.sliding_window is not None]
+    agreed = None
+    while agreed != length:
+        agreed = length
+        for group in windowed:
+            hits[group.group_id] = _search_window(pool, group, group.block_hashes(request), length, alignment)
+            length = len(hits[group.group_id]) * group.block_size
+    return PrefixHit(length, tuple(hits[group.group_id][: length // group.block_size] for group in groups))
 
 
 def _search_full(
@@ -97,10 +93,7 @@ def _search_window(
         run += 1
         if run >= in_sight:
             return hit[: i + run]
-    del hit[run:]
-    while len(hit) * group.block_size % alignment:
-        hit.pop()
-    return hit
+    return hit[:run]
 
 
 def blocks_in_sight(group: KVCacheGroup) -> int:

@@ -86,7 +86,7 @@ class KVCacheConfig:
 
     num_blocks: int                   # null block included
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
-    kv_cache_tensors: tuple[KVCacheTensor, ...] = field(default=())
+    kv_cache_tensors: tuple[KVCacheTensor, ...] = ()
 
     @property
     def bytes_per_block(self) -> int:
