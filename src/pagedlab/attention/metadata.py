@@ -1,4 +1,4 @@
-"""What the runner hands to every attention backend (vllm/v1/attention/backends/utils.py)."""
+"""What the runner hands to every attention backend (CommonAttentionMetadata in vllm/v1/attention/backend.py)."""
 
 from __future__ import annotations
 

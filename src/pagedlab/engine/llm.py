@@ -92,7 +92,8 @@ class LLM:
 
         Args:
             prompts: text, token ids, ``{"prompt_token_ids": […]}``, or a list of these.
-            sampling_params: for all, or one per prompt; the default is vLLM's (temperature 1, 16 tokens).
+            sampling_params: for all, or one per prompt; the default is ``SamplingParams()`` (temperature 1, 16
+                tokens), where vLLM's ``LLM`` would start from the checkpoint's generation_config.json.
             priority: one per prompt, smaller is more urgent; only the priority policy looks at it.
             progress: count finished prompts on stderr.
 

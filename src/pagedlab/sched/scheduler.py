@@ -193,7 +193,8 @@ class Scheduler:
         """Take everything from the victim; returns 1 if it stood before ``needing``, already scheduled.
 
         0.14.1 fault: a victim before ``needing`` that had no tokens left to compute returns 0, so the scan
-        passes over one request. Only a prompt of ``max_model_len`` tokens gets there, and the door refuses it.
+        passes over one request. Only a prompt of ``max_model_len`` tokens, or ``min_tokens`` beyond that length,
+        gets there, and the door refuses both.
         """
         if victim not in self.running:
             chosen = getattr(victim, "request_id", victim)

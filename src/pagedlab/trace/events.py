@@ -340,7 +340,7 @@ CONSIDERED_REASONS = {
     "not_enough_free_blocks": "it needs more blocks than are free",
     "chunked_prefill_off": "what it wants in one piece is more than is left of the budget, and chunked prefill is off",
     "self_preemption": "it needed a block and was itself the victim",
-    "no_tokens_left": "max_model_len leaves it nothing to compute (vLLM 0.14.1 lets such a prompt wait for ever)",
+    "no_tokens_left": "max_model_len leaves it nothing to compute (the scheduler of vLLM 0.14.1 lets it wait for ever)",
 }
 
 

@@ -2,7 +2,8 @@
 
 A decode of a small model launches hundreds of kernels that each take microseconds; replaying them as
 one graph leaves the host out. A graph has fixed shapes and addresses, so a batch is padded to the
-next captured size and copied into buffers that stay.
+next captured size and copied into buffers that stay. vLLM captures all sizes when it starts, here each
+is captured when it is first needed.
 """
 
 from __future__ import annotations

@@ -57,8 +57,10 @@ def free_ram_bytes() -> int:
 def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> Available:
     """On a GPU: what is left of the share the engine may use, after weights and the largest step.
 
-    A GPU of 80 GB, utilization 0.9, 1.2 GB used by others, 2 GB of weights and 0.8 GB at the peak of
-    the largest step: 72 - 1.2 - 2 - 0.8 = 68 GB for the cache.
+    A GPU of 80 GB, utilization 0.9, 1.2 GB used outside of torch, 2 GB of weights and 0.8 GB at the peak
+    of the largest step: 72 - 1.2 - 2 - 0.8 = 68 GB for the cache. Of the 1.2 GB vLLM 0.14.1 subtracts only
+    what its own process uses, not what other programs do; in return it does not start where less than its
+    whole share is free.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
