@@ -13,17 +13,14 @@ from pagedlab.conformance.kv_init import compute_case, replay_kv_init
 from pagedlab.errors import UserError
 from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import (
-    InconsistentWorkers,
     NotEnoughMemory,
-    checked_need_bytes,
     get_kv_cache_config,
-    get_kv_cache_configs,
-    initialize,
+    initialization_events,
     resolve_max_model_len,
 )
+from pagedlab.kv.several_workers import InconsistentWorkers, checked_need_bytes, get_kv_cache_configs
 from pagedlab.kv.specs import AttentionSpec
 from pagedlab.trace.events import KvConfig, KvMemory, KvSpec
-from pagedlab.trace.tracer import trace
 
 RECORDING = Path(__file__).parent / "data/conformance/kv_init.json.gz"  # real vLLM 0.14.1 functions, 30 cases
 DOCUMENT = json.loads(gzip.decompress(RECORDING.read_bytes()))
@@ -122,8 +119,9 @@ def test_pages_that_do_not_divide_name_both_sizes():
 
 def resolve(specs, num_bytes, max_model_len, model_max_len=40_960, num_blocks=None, budget=2048):
     return resolve_max_model_len(
-        specs, num_bytes, max_model_len=max_model_len, model_max_len=model_max_len,
-        max_num_batched_tokens=budget, num_blocks=num_blocks,
+        get_kv_cache_config(get_kv_cache_groups(specs), num_bytes, num_blocks), num_bytes,
+        max_model_len=max_model_len, model_max_len=model_max_len, max_num_batched_tokens=budget,
+        num_blocks_given=num_blocks is not None,
     )  # fmt: skip
 
 
@@ -217,28 +215,15 @@ def test_every_layer_has_one_group_one_buffer_and_no_two_layers_of_a_group_share
 # ------------------------------------------------------------------ events
 
 
-def test_initialize_says_what_each_layer_needs_and_what_came_out():
-    events = []
-    trace.start(events)
-    try:
-        config = initialize(layers("SSSF", 24), GIB, "stated", {"kv_cache_memory": GIB}, max_model_len=2048)
-    finally:
-        trace.stop()
-    specs = [e for e in events if isinstance(e, KvSpec)]
-    assert [e.layer for e in specs] == [f"l{i}" for i in range(24)] and specs[0].page_bytes == 65_536
-    assert [e.available_bytes for e in events if isinstance(e, KvMemory)] == [GIB]
-    (said,) = [e for e in events if isinstance(e, KvConfig)]
+def test_the_events_say_what_each_layer_needs_and_what_came_out():
+    specs = layers("SSSF", 24)
+    config = get_kv_cache_config(get_kv_cache_groups(specs), GIB)
+    *each, memory, said = initialization_events(specs, config, GIB, "stated", {"kv_cache_memory": GIB}, 2048)
+    assert all(isinstance(e, KvSpec) for e in each)
+    assert [e.layer for e in each] == [f"l{i}" for i in range(24)] and each[0].page_bytes == 65_536
+    assert isinstance(memory, KvMemory) and (memory.available_bytes, memory.terms) == (GIB, {"kv_cache_memory": GIB})
+    assert isinstance(said, KvConfig) and said.max_model_len == 2048
     assert (said.num_blocks, said.bytes_per_block, len(said.groups), len(said.tensors)) == (2_730, 393_216, 4, 6)
-    assert said.num_blocks == config.num_blocks
-
-
-def test_initialize_decides_the_same_without_a_trace():
-    quiet = initialize(layers("SSSF", 24), GIB, "stated", {}, max_model_len=2048)
-    trace.start([])
-    try:
-        assert initialize(layers("SSSF", 24), GIB, "stated", {}, max_model_len=2048) == quiet
-    finally:
-        trace.stop()
 
 
 def test_a_case_with_an_unknown_dtype_is_refused_in_one_sentence():

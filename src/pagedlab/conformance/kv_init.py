@@ -7,9 +7,9 @@ from typing import Any
 from pagedlab.conformance.report import Outcome, Unreadable
 from pagedlab.errors import UserError
 from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
-from pagedlab.kv.initialize import (
+from pagedlab.kv.initialize import NotEnoughMemory
+from pagedlab.kv.several_workers import (
     InconsistentWorkers,
-    NotEnoughMemory,
     checked_need_bytes,
     get_kv_cache_configs,
     max_concurrency,

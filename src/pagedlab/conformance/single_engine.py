@@ -12,7 +12,8 @@ import torch
 
 from pagedlab.config import EngineConfig
 from pagedlab.errors import UserError
-from pagedlab.kv.initialize import initialize
+from pagedlab.kv.grouping import get_kv_cache_groups
+from pagedlab.kv.initialize import get_kv_cache_config
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from pagedlab.models.config import ModelConfig
 from pagedlab.sched.scheduler import Scheduler
@@ -41,10 +42,7 @@ def build_engine(model_dir: Path, config: EngineConfig) -> tuple[Scheduler, Work
     assert config.num_blocks is not None and config.max_model_len is not None
     worker = Worker(replace(config, model=str(model_dir)), ModelConfig.from_directory(model_dir), model_dir)
     worker.load_model()
-    kv_cache_config = initialize(
-        worker.get_kv_cache_specs(), 0, "num_blocks_given", {},
-        max_model_len=config.max_model_len, num_blocks=config.num_blocks,
-    )  # fmt: skip
+    kv_cache_config = get_kv_cache_config(get_kv_cache_groups(worker.get_kv_cache_specs()), 0, config.num_blocks)
     worker.initialize_from_config(kv_cache_config, config.max_model_len)
     scheduler = Scheduler(
         config.scheduler_config(config.max_model_len),

@@ -12,8 +12,9 @@ from pagedlab.config import EngineConfig
 from pagedlab.engine.core import EngineCore, next_engine_id
 from pagedlab.engine.tokenizer import Tokenizer
 from pagedlab.errors import UserError, notice
-from pagedlab.kv.initialize import get_kv_cache_config, get_kv_cache_groups, initialize, resolve_max_model_len
-from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
+from pagedlab.kv.grouping import get_kv_cache_groups
+from pagedlab.kv.initialize import bytes_per_block, get_kv_cache_config, initialization_events, resolve_max_model_len
+from pagedlab.kv.specs import KVCacheConfig, KVCacheGroupSpec
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.resolve import display_name, resolve_model
 from pagedlab.sched.scheduler import Scheduler
@@ -76,27 +77,29 @@ def _make_kv_cache(
 ) -> tuple[KVCacheConfig, int]:
     """Memory → blocks → longest request → buffers; the trace begins here, with the header complete."""
     specs = worker.get_kv_cache_specs()
-    available_bytes, how, terms = _available_memory(worker, config, specs)
+    groups = get_kv_cache_groups(specs)
+    available_bytes, how, terms = _available_memory(worker, config, groups)
+    kv_cache_config = get_kv_cache_config(groups, available_bytes, config.num_blocks)
     max_model_len, warning = resolve_max_model_len(
-        specs,
+        kv_cache_config,
         available_bytes,
         max_model_len=config.max_model_len,
         model_max_len=model_config.max_position_embeddings,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_blocks=config.num_blocks,
+        num_blocks_given=config.num_blocks is not None,
     )
     if warning:
         notice(warning)
-    num_blocks = get_kv_cache_config(get_kv_cache_groups(specs), available_bytes, config.num_blocks).num_blocks
-    about["config"] |= {"max_model_len": max_model_len, "num_blocks": num_blocks}
+    about["config"] |= {"max_model_len": max_model_len, "num_blocks": kv_cache_config.num_blocks}
     if trace.on:
         trace.enter(_EngineUnderConstruction(engine_id, about))
-    kv_cache_config = initialize(specs, available_bytes, how, terms, max_model_len=max_model_len, num_blocks=num_blocks)
+        for event in initialization_events(specs, kv_cache_config, available_bytes, how, terms, max_model_len):
+            trace.emit(event)
     _allocate(worker, config, kv_cache_config, max_model_len)
     return kv_cache_config, max_model_len
 
 
-def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, AttentionSpec]) -> Available:
+def _available_memory(worker: Worker, config: EngineConfig, groups: tuple[KVCacheGroupSpec, ...]) -> Available:
     """Bytes for the KV cache; with ``num_blocks`` given, what so many blocks take."""
     if config.num_blocks is None:
         too_large = (
@@ -106,9 +109,8 @@ def _available_memory(worker: Worker, config: EngineConfig, specs: dict[str, Att
         )
         with _out_of_memory_says(too_large):
             return worker.determine_available_memory()
-    bytes_per_block = get_kv_cache_config(get_kv_cache_groups(specs), 0, config.num_blocks).bytes_per_block
-    terms: dict[str, Scalar] = {"num_blocks": config.num_blocks, "bytes_per_block": bytes_per_block}
-    return config.num_blocks * bytes_per_block, "num_blocks_given", terms
+    terms: dict[str, Scalar] = {"num_blocks": config.num_blocks, "bytes_per_block": bytes_per_block(groups)}
+    return config.num_blocks * bytes_per_block(groups), "num_blocks_given", terms
 
 
 def _allocate(worker: Worker, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
