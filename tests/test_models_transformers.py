@@ -1,9 +1,15 @@
 """Random models beside transformers: dense, mixture and hybrid, in every way a request can be computed."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from paged_driver import PagedDriver
+from pagedlab.attention.torch_backend import TorchBackend
+from pagedlab.models.config import ModelConfig
+from pagedlab.models.layers import RotaryEmbedding
+from pagedlab.models.loader import new_model
 from pagedlab.models.qwen3_moe import SparseMoE
 
 TOLERANCE = 1e-3
@@ -154,3 +160,32 @@ def test_experts_see_only_their_own_tokens(models):
             gate, up = (moe.gate_up_proj[expert] @ x[token]).chunk(2)
             alone[token] += weights[token, choice] * (moe.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
     torch.testing.assert_close(moe(x), alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size, theta", [(16, 1e4), (20, 1e4), (128, 1e6)])
+def test_angles_are_those_of_transformers_to_the_bit(head_size, theta, dtype):
+    """Of one token, of a few and of many, near and far, in any order, as transformers turns each half."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = transformers.Qwen3Config(
+        head_dim=head_size, rope_parameters={"rope_type": "default", "rope_theta": theta}, num_attention_heads=1
+    )
+    theirs, ours = Qwen3RotaryEmbedding(config), RotaryEmbedding(head_size, theta, dtype, torch.device("cpu"))
+    order = torch.Generator().manual_seed(0)
+    for count in (1, 2, 3, 5, 16, 17, 300):
+        positions = torch.randint(0, 131_072, (count,), generator=order)
+        cos, sin = theirs(torch.empty(0, dtype=dtype), positions[None])
+        first, second = sin[0].chunk(2, dim=-1)
+        found_cos, found_sin = ours.cos_sin(positions)
+        assert torch.equal(found_cos[:, 0], cos[0])
+        assert torch.equal(found_sin[:, 0], torch.cat((-first, second), dim=-1))
+
+
+def test_the_longest_request_that_a_config_promises_costs_no_memory(models):
+    directory, _ = models["dense"]
+    config = dataclasses.replace(ModelConfig.from_directory(directory), max_position_embeddings=10**9)
+    model = new_model(config, device=torch.device("cpu"), dtype=torch.float32, attention_backend=TorchBackend())
+    held = [value for value in vars(model.rotary).values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.numel() for tensor in held) == config.head_dim

@@ -17,9 +17,9 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Pa
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean taken in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = empty_weight(size, dtype=dtype, device=device)  # [size]
+        self.weight = empty_weight(*shape, dtype=dtype, device=device)  # [size], or several of them
         self.eps = eps
         self.eps_tensor = torch.tensor(eps, device=device)
 
@@ -43,8 +43,7 @@ class HeadRMSNorm(RMSNorm):
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, eps: float, dtype: torch.dtype,
                  device: torch.device) -> None:
-        super().__init__(head_size, eps, dtype, device)
-        self.weight = empty_weight(2, head_size, dtype=dtype, device=device)  # q_norm, k_norm
+        super().__init__((2, head_size), eps, dtype, device)  # q_norm, k_norm
         self.kind = torch.tensor([0] * num_heads + [1] * num_kv_heads, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,21 +89,24 @@ class MergedLinear(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns pairs (x[i], x[i + head_size/2]) by position · theta^(-2i/head_size); no trained weights."""
+    """Turns pairs (x[i], x[i + head_size/2]) by position · theta^(-2i/head_size); no trained weights.
 
-    def __init__(
-        self, head_size: int, theta: float, max_position: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    Angles come from the positions of a step, so that no table limits or outgrows the longest request.
+    """
+
+    def __init__(self, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.dtype = dtype
         inv_freq = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
-        angles = torch.arange(max_position, dtype=torch.float32, device=device)[:, None] * inv_freq
-        self.cos = angles.cos().to(dtype)  # [max_position, head_size / 2]
-        self.sin = angles.sin().to(dtype)  # [max_position, head_size / 2]
+        self.frequencies = torch.cat((-inv_freq, inv_freq))  # [head_size] float32
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Looked up once per step, used by every layer: two of [T, 1, head_size], the first half of sin negated."""
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        """Once per step, used by every layer: two of [T, 1, head_size], the first half of sin negated.
+
+        Cosine is even and sine is odd, so negative frequencies negate that half and nothing else.
+        """
+        angles = positions[:, None, None] * self.frequencies
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

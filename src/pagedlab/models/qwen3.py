@@ -67,9 +67,9 @@ class Qwen3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, dtype: torch.dtype,
                  device: torch.device) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.input_layernorm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
         self.self_attn = Qwen3Attention(config, layer_index, backend, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
         self.mlp = self.make_mlp(config, layer_index, dtype, device)
 
     def make_mlp(self, config: ModelConfig, layer_index: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -103,14 +103,12 @@ class Qwen3ForCausalLM(nn.Module):
             self.decoder_layer(config, i, backend, dtype, device) for i in range(config.num_hidden_layers)
         ]
         self.layers = nn.ModuleList(self.decoder_layers)  # so that torch finds them
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
         self.lm_head = MergedLinear(config.hidden_size, {"": config.vocab_size}, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
             self.lm_head.product = linear(self.embed_tokens)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, dtype, device
-        )
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, dtype, device)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())  # a tied head counts once
 
     @property
