@@ -80,8 +80,9 @@ beside(flat._asdict(), ["req_indices", "arange", "positions"])
 #
 # ## The flattened block table
 #
-# The worker keeps all block tables in one array, a row per request. All rows have the same width
-# **K = ⌈max_model_len / block_size⌉**, because a row must be able to hold the longest request.
+# The worker keeps all block tables in one array, a row per request (a model with several KV-cache groups
+# has one array for each). All rows have the same width **K = ⌈max_model_len / block_size⌉**, because a
+# row must be able to hold the longest request.
 #
 # > **Predict.** What is K here? How many of the cells of the three rows hold a valid block id?
 

@@ -14,9 +14,9 @@
 # # 4 · State rows, idx_mapping and slot 207
 #
 # vLLM 0.14 has two model runners. The default one keeps a **persistent batch**: the rows of its
-# arrays *are* the batch, and when a request leaves, the last row moves into the hole. The newer one
-# (`VLLM_USE_V2_MODEL_RUNNER=1`) gives each request a **state row** that never moves, and gathers a
-# batch anew in each step. Then there are two numbers for one request:
+# arrays *are* the batch, and when a request leaves and no other takes its row, the last row moves into
+# the hole. The newer one (`VLLM_USE_V2_MODEL_RUNNER=1`) gives each request a **state row** that never
+# moves, and gathers a batch anew in each step. Then there are two numbers for one request:
 #
 # - `req_state_idx`: its row in the state table, the same from step to step;
 # - `batch_idx`: its row in this step's batch.

@@ -85,8 +85,8 @@ assert not_reached.reason == "preemption_this_step"
 # `_preempt_request`). Only if the asking request is itself the last does it preempt itself. The victim
 # goes to the front of the waiting queue. In a step with a preemption nobody is admitted.
 #
-# Two things do *not* happen. Its blocks are not copied to the CPU: vLLM V1 has no swapping. And it keeps
-# none of its computed tokens.
+# Two things do *not* happen. Its blocks are not copied to the CPU: in vLLM V1 a preemption swaps nothing
+# out. And it keeps none of its computed tokens.
 
 # %%
 after = trace.at(step=2)

@@ -110,7 +110,7 @@ print("the same, and the same as the plain torch version")
 
 # %% [markdown]
 # It cannot, as long as no slot occurs twice: each program writes to a place of its own. The scheduler
-# guarantees that, because a block that is being written has one owner.
+# guarantees that: only one request writes to a block. Others may share it, but they only read it.
 #
 # ## The write log
 #
