@@ -96,7 +96,7 @@ def measure(page_file: Path) -> dict[str, float]:
 
 def _scrub(tab) -> tuple[list[float], float]:
     """Drag along the timeline, there and back, and then event by event; frames and the longest task."""
-    box = tab.evaluate("(({x, y, width}) => ({x, y, width}))(viewer.timeline.getBoundingClientRect())")
+    box = tab.evaluate("(({x, y, width}) => ({x, y, width}))(viewer.timeline.canvas.getBoundingClientRect())")
     tab.evaluate(FRAMES)
     tab.mouse.move(box["x"] + 5, box["y"] + 20)
     tab.mouse.down()

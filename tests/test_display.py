@@ -49,7 +49,7 @@ def test_colours_are_the_viewers() -> None:
     light = asset("viewer.css").split(".viewer {")[1].split("}")[0]
     in_css = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]+)", light))
     assert in_css == COLOURS
-    in_js = re.search(r"const HUES = \[(.*?)\]", asset("viewer.js"))
+    in_js = re.search(r"const HUES = \[(.*?)\]", asset("paint.js"))
     assert in_js and re.findall(r'"(#\w+)"', in_js.group(1)) == list(HUES)
 
 

@@ -425,9 +425,9 @@ def test_the_viewer_follows_the_sites_dark_switch(browser, served):
     tab = Tab(browser, f"{served}/index.html", served, color_scheme="light")
     place = "document.querySelector('[data-pagedlab-view]')"
     tab.tab.wait_for_function(f"{place}.viewer")
-    assert tab.tab.evaluate(f"{place}.viewer.themeName()") == "light"
+    assert tab.tab.evaluate(f"{place}.viewer.theme.name") == "light"
     tab.tab.locator("label[for=__palette_1]").click()
-    tab.tab.wait_for_function(f"{place}.viewer.themeName() === 'dark'")
+    tab.tab.wait_for_function(f"{place}.viewer.theme.name === 'dark'")
     tab.close()
 
 

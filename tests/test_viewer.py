@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,18 @@ def assert_states_equal(page, trace, indices):
         assert page.state() == plain(trace.at(seq=events[index].seq)), f"event {index}: {kind_of(events[index])}"
 
 
+def test_the_viewers_modules_are_all_packed_each_after_those_it_imports_from():
+    seen: dict[str, set[str]] = {}
+    for name in viewer_page.MODULES:
+        text = viewer_page.asset(name)
+        assert len(text.splitlines()) <= 350, f"{name} is too long to be read in one sitting"
+        for names, source in re.findall(r'^import \{(.*?)\} from "\./(.*?)";$', text, re.MULTILINE):
+            assert {n.strip() for n in names.split(",")} <= seen[source], (name, source)
+        seen[name] = set(re.findall(r"^export (?:async )?(?:const|function|class) (\w+)", text, re.MULTILINE))
+    assert sorted(seen) == sorted(p.name for p in Path(viewer_page.__file__).parent.glob("*.js"))
+    assert not re.search(r"^import\b", viewer_page.module(), re.MULTILINE)
+
+
 STORIES = [
     "hybrid_two_block_sizes", "priority_victim_already_scheduled", "reset_prefix_cache", "abort_two_at_once",
     "sliding_window_prefix_hit", "resume_in_chunks", "duplicate_blocks_first_one_wins",
@@ -210,7 +223,7 @@ def test_a_click_on_a_block_tells_its_life(browser, tmp_path):
     path = tmp_path / "preemption.html"
     write_page(trace, path)
     page = Page(browser, path)
-    size = page.tab.evaluate("viewer.poolLayout().size")
+    size = page.tab.evaluate("viewer.pool.layout().size")
     box = page.inside(".pool").bounding_box()
     page.tab.mouse.click(box["x"] + size * 3.5, box["y"] + size / 2)
     page.inside(".story li").first.wait_for()
@@ -304,7 +317,7 @@ def test_the_lens_says_where_a_slot_lies_in_the_memory_of_the_runs_backend(brows
     for block, offset in ((1, 0), (2, 3), (num_blocks - 1, 1)):
         key, value, other = (kv_cache[place].data_ptr() - memory.data_ptr() for place in (
             (0, block, offset, 0), (1, block, offset, 0), (0, block, offset, 1)))  # fmt: skip
-        said = page.tab.evaluate("([b, o]) => viewer.address(0, b, o)", [block, offset])
+        said = page.tab.evaluate("([b, o]) => viewer.lens.address(0, b, o)", [block, offset])
         assert f"key at byte {key:,}, value at {value:,}" in said
         beside = other - key == spec.head_size * 4
         assert said.startswith("key") if beside else f"each further head {other - key:,} bytes on" in said
@@ -394,7 +407,7 @@ def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
     assert page.inside('[data-queue="running"] .chip').count() == 2
     sliding = page.tab.evaluate(
         "async (e) => { await viewer.goto(e);"
-        "return viewer.queues.querySelector('[data-queue=waiting] .chip').getAnimations().length; }",
+        "return viewer.queues.element.querySelector('[data-queue=waiting] .chip').getAnimations().length; }",
         at,
     )
     assert sliding >= 1, "the chip slides to its new queue"
@@ -481,7 +494,7 @@ def test_words_contrast_with_what_they_stand_on(browser, tmp_path, theme):
     write_page(stored("prefix-hit"), path)
     page = Page(browser, path, color_scheme=theme)
     names = ("paper", "ink", "dim", "wash", "alert", "accent")
-    paper, ink, dim, wash, alert, accent = (page.tab.evaluate(f"viewer.colour('{name}')") for name in names)
+    paper, ink, dim, wash, alert, accent = (page.tab.evaluate(f"viewer.theme.colour('{name}')") for name in names)
     page.close()
 
     def ratio(a, b):
@@ -552,14 +565,14 @@ def test_play_goes_on_by_itself_and_stops(browser, tmp_path):
     path = tmp_path / "play.html"
     write_page(stored("mixed-batch"), path)
     page = Page(browser, path, bypass_csp=True)
-    page.tab.evaluate("async () => { viewer.speed = 30; await viewer.goto(0); viewer.main.focus(); }")
+    page.tab.evaluate("async () => { viewer.controls.speed = 30; await viewer.goto(0); viewer.main.focus(); }")
     page.tab.keyboard.press("Space")
     page.tab.wait_for_function("viewer.stepIndex(viewer.cursor.event) >= 3")
     page.tab.keyboard.press("Space")
-    assert page.tab.evaluate("viewer.playing") is False
+    assert page.tab.evaluate("viewer.controls.playing") is False
     page.tab.evaluate("viewer.goto(viewer.meta.num_events - 1)")
-    page.tab.evaluate("viewer.play()")
-    page.tab.wait_for_function("viewer.playing === false")
+    page.tab.evaluate("viewer.controls.play()")
+    page.tab.wait_for_function("viewer.controls.playing === false")
     page.close()
 
 

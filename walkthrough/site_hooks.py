@@ -113,7 +113,6 @@ def _write(path: Path, text: str) -> None:
 def _viewer_script() -> str:
     """The viewer as a classic script, which also works from a folder, and the code that finds its places."""
     body = module().replace("export default {", "const widget = {")
-    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
     return f"""(() => {{
 {body}
 const base = document.currentScript.src;

@@ -8,7 +8,7 @@ from pathlib import Path
 from pagedlab.errors import UserError
 from pagedlab.trace.file import whole_file
 
-# The viewer's light theme and its owner colours (viewer/viewer.css, HUES in viewer/viewer.js); a test holds them equal.
+# The viewer's light theme and its owner colours (viewer/viewer.css, HUES in viewer/paint.js); a test holds them equal.
 # A picture brings its own paper, so it reads the same on a dark page.
 COLOURS = {
     "paper": "#fff", "ink": "#1b1f24", "dim": "#626975", "line": "#c9ced6", "wash": "#f4f5f7", "empty": "#fbfbfc",

@@ -14,6 +14,10 @@ from pagedlab.trace.trace import Trace
 from pagedlab.viewer.pack import Packed, pack
 from pagedlab.wording import plural
 
+MODULES = (
+    "model.js", "dom.js", "paint.js", "controls.js", "timeline.js", "queues.js", "pool.js", "tables.js", "lens.js",
+    "kernels.js", "events.js", "viewer.js",
+)  # fmt: skip
 MAX_BYTES = 25 << 20  # of a page; beyond that a browser is no pleasure
 
 
@@ -23,10 +27,9 @@ def asset(name: str) -> str:
 
 
 def module() -> str:
-    """The viewer as one ES module: the model and the page around it, joined."""
-    model = re.sub(r"^export ", "", asset("model.js"), flags=re.MULTILINE)
-    viewer = re.sub(r'^import .* from "\./model\.js";\n', "", asset("viewer.js"), flags=re.MULTILINE)
-    return f"{model}\n{viewer}"
+    """The viewer as one ES module: its files in the order of their imports, joined; no two declare the same name."""
+    text = "\n".join(map(asset, MODULES))
+    return re.sub(r"^(import [^;]*;\n|export (?!default))", "", text, flags=re.MULTILINE)
 
 
 def html(packed: Packed, title: str) -> str:
