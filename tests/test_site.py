@@ -28,6 +28,7 @@ from pagedlab.figures.draw import FIGURES
 from pagedlab.figures.record import RECORDED, stored
 from pagedlab.scenarios.library import builtin_names
 from pagedlab.trace.events import KINDS, RequestAdded
+from pagedlab.viewer.widget import viewer
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("index", "figures", "misconceptions", "errata", "known-faults", "reading")
@@ -75,7 +76,10 @@ def mkdocs(folder):
 def site(tmp_path_factory):
     """The built site; notebooks are stand-ins, they are executed in a test of their own."""
     folder = copy_of_the_sources(tmp_path_factory.mktemp("site"))
-    put_notebooks(folder, {path.stem: f"# {title}\n" for path, title in hooks().notebooks()})
+    frame = viewer(stored("preemption"))._repr_mimebundle_()[0]["text/html"]
+    pages = {path.stem: f"# {title}\n" for path, title in hooks().notebooks()}
+    pages["01_first_trace"] += f'\n<div class="notebook-output"><div>{frame}</div></div>\n'
+    put_notebooks(folder, pages)
     done = mkdocs(folder)
     assert done.returncode == 0, done.stderr
     return folder / "site"
@@ -428,6 +432,26 @@ def test_the_viewer_follows_the_sites_dark_switch(browser, served):
     assert tab.tab.evaluate(f"{place}.viewer.theme.name") == "light"
     tab.tab.locator("label[for=__palette_1]").click()
     tab.tab.wait_for_function(f"{place}.viewer.theme.name === 'dark'")
+    tab.close()
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+def test_a_notebooks_viewer_follows_the_sites_dark_switch(browser, served, system):
+    """It stands in a frame that cannot see the page around it, and the system may say something else."""
+    tab = Tab(browser, f"{served}/generated/notebooks/01_first_trace.html", served, color_scheme=system, bypass_csp=True)
+    frame = next(f for f in tab.tab.frames if f.parent_frame)
+    other = {"light": "dark", "dark": "light"}
+    for theme in (system, other[system], system):
+        frame.wait_for_function(f"window.viewer?.theme.name === '{theme}'")
+        background = frame.evaluate("getComputedStyle(viewer.main).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") == (theme == "light")
+        tab.tab.locator("label[for^=__palette_]:visible").click()
+    tab.tab.emulate_media(color_scheme=other[system])  # what the reader chose stands
+    tab.tab.reload()
+    frame = next(f for f in tab.tab.frames if f.parent_frame)
+    frame.wait_for_function(f"window.viewer?.theme.name === '{other[system]}'")
+    tab.tab.locator("label[for^=__palette_]:visible").click()
+    frame.wait_for_function(f"window.viewer?.theme.name === '{system}'")
     tab.close()
 
 

@@ -561,6 +561,22 @@ def test_it_fits_a_phone_a_tablet_and_a_projector(browser, tmp_path, width, sche
     page.close()
 
 
+def test_the_page_follows_the_system_until_a_theme_is_chosen(browser, tmp_path):
+    path = tmp_path / "system.html"
+    write_page(stored("prefix-hit"), path)
+    page = Page(browser, path, color_scheme="light", bypass_csp=True)
+    drawn = page.inside(".timeline").get_attribute("data-drawn")
+    page.tab.emulate_media(color_scheme="dark")
+    page.tab.wait_for_function("viewer.timeline.canvas.dataset.drawn.endsWith('dark')")
+    assert drawn.endswith("light")
+    page.tab.evaluate("postMessage({ pagedlabTheme: 'light' }, '*')")  # of the page itself: nobody is around it
+    page.tab.wait_for_function("viewer.theme.name === 'light'")
+    page.tab.evaluate("postMessage({ pagedlabTheme: 'url(x)' }, '*')")
+    page.tab.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert page.tab.evaluate("viewer.main.dataset.theme") == "light"
+    page.close()
+
+
 def test_play_goes_on_by_itself_and_stops(browser, tmp_path):
     path = tmp_path / "play.html"
     write_page(stored("mixed-batch"), path)

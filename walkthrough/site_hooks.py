@@ -118,11 +118,18 @@ def _viewer_script() -> str:
 const base = document.currentScript.src;
 window.pagedlabViews = window.pagedlabViews ?? {{}};
 const css = {json.dumps(asset("viewer.css"))};
+function follow() {{ // the site's light or dark switch, in viewers of the page and in those that stand in frames
+  const theme = document.body.dataset.mdColorScheme === "slate" ? "dark" : "light";
+  for (const place of document.querySelectorAll("[data-pagedlab-view]")) place.viewer?.setTheme(theme);
+  for (const frame of document.querySelectorAll("iframe.pagedlab-viewer"))
+    frame.contentWindow.postMessage({{ pagedlabTheme: theme }}, "*");
+}}
+new MutationObserver(follow).observe(document.body, {{ attributeFilter: ["data-md-color-scheme"] }});
+document.addEventListener("load", (event) => {{ if (event.target.matches?.("iframe")) follow(); }}, true);
 function start() {{
+  follow();
   for (const place of document.querySelectorAll("[data-pagedlab-view]")) {{
     if (place.shadowRoot) continue;
-    const follow = () => place.viewer?.setTheme(document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
-    new MutationObserver(follow).observe(document.body, {{ attributeFilter: ["data-md-color-scheme"] }});
     const show = () => {{
       const name = place.dataset.pagedlabView, run = window.pagedlabViews[name];
       if (run) {{

@@ -82,7 +82,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <title>{title}</title>
-<style>html {{ color-scheme: light dark; }} body {{ margin: 0; }}</style>
+<style>html {{ color-scheme: light dark; }} body {{ margin: 0; }} #viewer {{ min-height: 100vh; }}</style>
 </head>
 <body>
 <div id="viewer"></div>
@@ -94,6 +94,10 @@ _PAGE = """<!doctype html>
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const readChunk = (name) => document.querySelector(`script[data-chunk="${{name}}"]`).textContent;
 window.viewer = mount(document.getElementById("viewer"), {{ meta: read("meta"), readChunk, css: read("css") }});
+addEventListener("message", (event) => {{ // in a frame, light or dark as the page around it says
+  const theme = event.data?.pagedlabTheme;
+  if (event.source === parent && ["light", "dark"].includes(theme)) viewer.setTheme(theme);
+}});
 </script>
 </body>
 </html>

@@ -55,14 +55,18 @@ export class Viewer {
     this.kernels = new KernelLogs(this);
     this.events = new EventList(this);
     this.build();
-    this.resize = new ResizeObserver(() => this.draw());
+    const redraw = () => this.draw();
+    this.resize = new ResizeObserver(redraw);
     this.resize.observe(this.main);
+    this.gone = new AbortController();
+    this.theme.darkQuery.addEventListener("change", redraw, { signal: this.gone.signal });
     void this.goto(this.steps > 1 ? this.lastEventOf(meta.columns.step[0] < 0 ? 1 : 0) : meta.num_events - 1);
   }
 
   destroy() {
     this.controls.playing = false;
     this.resize.disconnect();
+    this.gone.abort();
   }
 
   // ---------------------------------------------------------------- where we are

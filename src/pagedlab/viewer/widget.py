@@ -55,6 +55,6 @@ def _frame(page: str) -> str:
     """The page as one line of markup, which no Markdown takes apart."""
     srcdoc = html_escape.escape(page, quote=True).replace("\n", "&#10;")
     return (
-        f'<iframe sandbox="allow-scripts" title="pagedlab viewer" style="width:100%;height:{FRAME_HEIGHT}px;border:0" '
-        f'srcdoc="{srcdoc}"></iframe>'
+        f'<iframe sandbox="allow-scripts" class="pagedlab-viewer" title="pagedlab viewer" '
+        f'style="width:100%;height:{FRAME_HEIGHT}px;border:0" srcdoc="{srcdoc}"></iframe>'
     )
