@@ -125,13 +125,15 @@ def event_classes(argument, makers):
 
 
 def makers_in(tree):
-    """Function -> the event classes it constructs."""
-    return {
-        function.name: made
+    """Function -> the event classes it constructs, itself or through functions of its module."""
+    called = {
+        function.name: {n.func.id for n in ast.walk(function)
+                        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)
-        if (made := {n.func.id for n in ast.walk(function)
-                     if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in CLASSES})
     }
+    for _ in called:
+        called = {name: names.union(*(called.get(n, ()) for n in names)) for name, names in called.items()}
+    return {name: made for name, names in called.items() if (made := names & CLASSES.keys())}
 
 
 def unguarded(source, makers=None):

@@ -90,12 +90,12 @@ class KVCacheManager:
 
         pool = self.block_pool
         num_free = pool.free_block_queue.num_free_blocks
-        needed_from_free_hits, needed_new = [], []
+        needed_from_free_hits, needed_new, num_needed = [], [], 0
         for group, hit_blocks in zip(self.groups, hit.blocks, strict=True):
             from_free_hits, new = group.num_blocks_needed(request_id, num_tokens, hit_blocks)
             needed_from_free_hits.append(from_free_hits)
             needed_new.append(new)
-        num_needed = sum(needed_from_free_hits) + sum(needed_new)
+            num_needed += from_free_hits + new
         if num_needed > num_free:
             self.refused = (num_needed, num_free)
             if trace.decisions:

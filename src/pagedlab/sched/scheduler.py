@@ -26,15 +26,20 @@ from pagedlab.sched.output import (
     SchedulerOutput,
 )
 from pagedlab.sched.policy import Policy, resolve_policy
+from pagedlab.sched.scan_events import (
+    head_refused,
+    preempted_itself,
+    rest_of_running,
+    scheduled,
+    skipped,
+    whole_waiting,
+)
 from pagedlab.sched.waiting_queue import WaitingQueue
 from pagedlab.trace.events import (
-    Outcome,
     PrefixCacheReset,
     QueueName,
-    QueueNotReached,
     RequestAborted,
     RequestAdded,
-    RequestConsidered,
     RequestFinished,
     RequestOutput,
     RequestPreempted,
@@ -49,13 +54,13 @@ from pagedlab.trace.tracer import trace
 class Step:
     """One step's decisions while they are being made."""
 
-    budget: int
-    running: list[Request] = field(default_factory=list)   # scheduled, known to the worker
-    admitted: list[Request] = field(default_factory=list)  # new and resumed, in admission order
-    resumed: set[str] = field(default_factory=set)
+    budget: int                                              # tokens left
+    running: list[Request] = field(default_factory=list)     # scheduled of the running list
+    new: list[Request] = field(default_factory=list)         # admitted for the first time
+    resumed: list[Request] = field(default_factory=list)     # admitted again after preemption
     preempted: list[Request] = field(default_factory=list)
     new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # in the order of scheduling
 
 
 class Scheduler:
@@ -134,8 +139,9 @@ class Scheduler:
             )
         self._schedule_running(step)
         if step.preempted:
-            if trace.decisions and self.waiting:
-                self._emit_not_reached("waiting", 0, "preemption_this_step")
+            if trace.decisions:
+                for event in whole_waiting(self.waiting, "preemption_this_step"):
+                    trace.emit(event)
         else:
             self._schedule_waiting(step)
         output = self._make_output(step)
@@ -162,32 +168,30 @@ class Scheduler:
                 granted = threshold
             if granted == 0:
                 if trace.decisions:
-                    self._emit_considered(step, request, "running", wanted, 0, "skipped", "no_tokens_left")
+                    trace.emit(skipped(request, wanted, step.budget))
                 index += 1
                 continue
             # 0.14.1 fault: ``granted`` stays as it was cut, also when a victim below returns its budget.
-            new_block_ids = allocate_slots(request, granted)
-            while new_block_ids is None:
+            while (new_block_ids := allocate_slots(request, granted)) is None:
                 victim = self.policy.victim(running, request)
                 index -= self._preempt(step, victim, request)
                 if victim is request:
-                    break
-                new_block_ids = allocate_slots(request, granted)
-            if new_block_ids is None:
-                # 0.14.1 fault: the scan ends here, although requests behind may need no block at all.
-                if trace.decisions:
-                    self._emit_considered(step, request, "running", wanted, 0, "preempted", "self_preemption")
-                    self._emit_not_reached("running", max(index, 0), "self_preemption")
-                return
+                    # 0.14.1 fault: the scan ends here, although requests behind may need no block at all.
+                    if trace.decisions:
+                        refused = self.kv_cache_manager.refused
+                        for event in preempted_itself(request, wanted, step.budget, refused, running, index):
+                            trace.emit(event)
+                    return
             step.running.append(request)
             step.new_block_ids[request.request_id] = new_block_ids
             step.num_scheduled_tokens[request.request_id] = granted
             step.budget -= granted
             index += 1
             if trace.decisions:
-                self._emit_considered(step, request, "running", wanted, granted, "scheduled")
-        if trace.decisions and index < len(self.running):
-            self._emit_not_reached("running", index, "token_budget_exhausted")
+                trace.emit(scheduled(request, "running", wanted, granted, step.budget, self.config))
+        if trace.decisions:
+            for event in rest_of_running(running, index, "token_budget_exhausted"):
+                trace.emit(event)
 
     def _preempt(self, step: Step, victim: Request, needing: Request) -> int:
         """Take everything from the victim; returns 1 if it stood before ``needing``, already scheduled.
@@ -227,44 +231,40 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         """Admit from the head while seats, budget and blocks last; nobody overtakes a head that does not fit."""
-        stopped, head_needs = None, None
+        manager, threshold = self.kv_cache_manager, self.config.long_prefill_token_threshold
         while self.waiting and step.budget > 0:
             if len(self.running) == self.config.max_num_seqs:
-                stopped = "max_num_seqs_reached"
-                break
+                if trace.decisions:
+                    for event in whole_waiting(self.waiting, "max_num_seqs_reached", self.config.max_num_seqs):
+                        trace.emit(event)
+                return
             request = self.waiting.peek()
-            hit = self.kv_cache_manager.get_computed_blocks(request)
-            wanted = granted = request.num_tokens - hit.num_tokens
-            if 0 < self.config.long_prefill_token_threshold < granted:
-                granted = self.config.long_prefill_token_threshold
-            if granted > step.budget and not self.config.enable_chunked_prefill:
-                if trace.decisions:
-                    self._emit_considered(step, request, "waiting", wanted, 0, "refused", "chunked_prefill_off",
-                                          hit.num_tokens)
-                stopped = "head_blocked"
-                break
-            granted = min(granted, step.budget)
-            if self.kv_cache_manager.allocate_slots(request, granted, hit) is None:
+            hit = manager.get_computed_blocks(request)
+            wanted = request.num_tokens - hit.num_tokens
+            in_one_piece = threshold if 0 < threshold < wanted else wanted
+            granted, refusal = min(in_one_piece, step.budget), None
+            if granted < in_one_piece and not self.config.enable_chunked_prefill:
+                refusal = "chunked_prefill_off"
+            elif manager.allocate_slots(request, granted, hit) is None:
                 # 0.14.1 fault: a head that can never fit stays here for ever; the engine's guards end it.
+                refusal = "not_enough_free_blocks"
+            if refusal is not None:
                 if trace.decisions:
-                    self._emit_considered(step, request, "waiting", wanted, 0, "refused", "not_enough_free_blocks",
-                                          hit.num_tokens)
-                stopped, head_needs = "head_blocked", self.kv_cache_manager.refused
-                break
+                    for event in head_refused(self.waiting, refusal, wanted, in_one_piece, hit.num_tokens,
+                                              step.budget, manager.refused):
+                        trace.emit(event)
+                return
             self.waiting.pop()
             self._admit(step, request, granted, hit.num_tokens)
             if trace.decisions:
-                self._emit_considered(step, request, "waiting", wanted, granted, "scheduled")
+                trace.emit(scheduled(request, "waiting", wanted, granted, step.budget, self.config))
         if trace.decisions:
-            skip = 1 if stopped == "head_blocked" else 0
-            if len(self.waiting) > skip:
-                self._emit_not_reached("waiting", skip, stopped or "token_budget_exhausted", head_needs)
+            for event in whole_waiting(self.waiting, "token_budget_exhausted"):
+                trace.emit(event)
 
     def _admit(self, step: Step, request: Request, num_tokens: int, num_hit_tokens: int) -> None:
         self.running.append(request)
-        step.admitted.append(request)
-        if request.status is RequestStatus.PREEMPTED:
-            step.resumed.add(request.request_id)
+        (step.resumed if request.status is RequestStatus.PREEMPTED else step.new).append(request)
         step.new_block_ids[request.request_id] = self.kv_cache_manager.get_block_ids(request.request_id)
         step.num_scheduled_tokens[request.request_id] = num_tokens
         step.budget -= num_tokens
@@ -275,30 +275,24 @@ class Scheduler:
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         """The message to the worker: new requests in full, known ones as differences."""
-        known, new_data, resumed_token_ids = step.running, [], {}
-        if step.admitted:
-            resumed = [r for r in step.admitted if r.request_id in step.resumed]
-            resumed_token_ids = {r.request_id: list(r.all_token_ids) for r in resumed}
-            known = known + resumed
-            new_data = [
-                NewRequestData(r.request_id, r.prompt_token_ids, r.sampling_params,
-                               step.new_block_ids[r.request_id], r.num_computed_tokens)
-                for r in step.admitted if r.request_id not in step.resumed
-            ]  # fmt: skip
-        nothing = self.kv_cache_manager.no_blocks
+        manager, known = self.kv_cache_manager, step.running + step.resumed
         blocks = [step.new_block_ids[r.request_id] for r in known]
-        num_common = [0] * len(nothing)
+        num_common = [0] * len(manager.groups)
         if self.running:
-            num_common = self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
+            num_common = manager.get_num_common_prefix_blocks(self.running[0].request_id)
         return SchedulerOutput(
-            scheduled_new_reqs=new_data,
+            scheduled_new_reqs=[
+                NewRequestData(r.request_id, r.prompt_token_ids, r.sampling_params, step.new_block_ids[r.request_id],
+                               r.num_computed_tokens)
+                for r in step.new
+            ],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=[r.request_id for r in known],
-                resumed_req_ids=step.resumed,
-                new_block_ids=[None if b is nothing or not any(b) else b for b in blocks],
+                resumed_req_ids={r.request_id for r in step.resumed},
+                new_block_ids=[None if b is manager.no_blocks or not any(b) else b for b in blocks],
                 num_computed_tokens=[r.num_computed_tokens for r in known],
                 num_output_tokens=[len(r.all_token_ids) - r.num_prompt_tokens for r in known],
-                all_token_ids=resumed_token_ids,
+                all_token_ids={r.request_id: list(r.all_token_ids) for r in step.resumed},
             ),
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.budget,
@@ -374,54 +368,4 @@ class Scheduler:
                                 num_output_tokens=request.num_output_tokens,
                                 num_cached_tokens=max(request.num_cached_tokens, 0),
                                 num_preemptions=request.num_preemptions, numbers=numbers or {})
-            )
-
-    # ---------------------------------------------------------------- what the trace says about a scan
-
-    def _emit_considered(
-        self, step: Step, request: Request, queue: QueueName, wanted: int, granted: int, outcome: Outcome,
-        reason: str | None = None, num_hit_tokens: int | None = None,
-    ) -> None:
-        """Called inside a guard, after the decision; a grant smaller than wanted names what cut it."""
-        computed = request.num_computed_tokens if num_hit_tokens is None else num_hit_tokens
-        budget_before, limit = step.budget + granted, None
-        if reason is None:
-            reason = "all_tokens"
-            if granted < wanted and granted == self.config.long_prefill_token_threshold:
-                reason, limit = "long_prefill_threshold", granted
-            elif granted < wanted and granted == budget_before:
-                reason, limit = "token_budget", budget_before
-            elif granted < wanted:
-                reason, limit = "max_model_len", self.config.max_model_len
-        elif reason == "chunked_prefill_off" and 0 < self.config.long_prefill_token_threshold < wanted:
-            limit = self.config.long_prefill_token_threshold  # the piece that did not fit
-        no_blocks = reason in ("not_enough_free_blocks", "self_preemption")
-        num_needed, num_free = self.kv_cache_manager.refused if no_blocks else (None, None)
-        if trace.decisions:
-            trace.emit(
-                RequestConsidered(request_id=request.request_id, queue=queue, num_computed_tokens=computed,
-                                  num_tokens_wanted=wanted, num_tokens_granted=granted,
-                                  budget_before=budget_before, budget_after=step.budget, outcome=outcome,
-                                  reason=reason, num_needed_blocks=num_needed, num_free_blocks=num_free, limit=limit)
-            )
-
-    def _emit_not_reached(
-        self, queue: QueueName, skip: int, reason: str, head_needs: tuple[int, int] | None = None
-    ) -> None:
-        """Called inside a guard: the scan of ``queue`` ended with ``skip`` requests looked at.
-
-        ``head_needs`` are the blocks that the head needs and those that are free, if it was refused for them.
-        """
-        if queue == "running":
-            count, first = len(self.running) - skip, self.running[skip] if skip < len(self.running) else None
-        else:
-            count, first = len(self.waiting) - skip, self.waiting.second() if skip else self.waiting.peek()
-        head_blocked = reason == "head_blocked"
-        num_needed, num_free = head_needs or (None, None)
-        if trace.decisions and count > 0 and first is not None:
-            trace.emit(
-                QueueNotReached(queue=queue, count=count, first_request_id=first.request_id, reason=reason,
-                                head_request_id=self.waiting.peek().request_id if head_blocked else None,
-                                num_needed_blocks=num_needed, num_free_blocks=num_free,
-                                limit=self.config.max_num_seqs if reason == "max_num_seqs_reached" else None)
             )
