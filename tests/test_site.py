@@ -438,7 +438,8 @@ def test_the_viewer_follows_the_sites_dark_switch(browser, served):
 @pytest.mark.parametrize("system", ["light", "dark"])
 def test_a_notebooks_viewer_follows_the_sites_dark_switch(browser, served, system):
     """It stands in a frame that cannot see the page around it, and the system may say something else."""
-    tab = Tab(browser, f"{served}/generated/notebooks/01_first_trace.html", served, color_scheme=system, bypass_csp=True)
+    address = f"{served}/generated/notebooks/01_first_trace.html"
+    tab = Tab(browser, address, served, color_scheme=system, bypass_csp=True)
     frame = next(f for f in tab.tab.frames if f.parent_frame)
     other = {"light": "dark", "dark": "light"}
     for theme in (system, other[system], system):
