@@ -19,8 +19,11 @@ from pagedlab.simulate.contiguous import RESERVATIONS, Buddies, HoleList, num_re
 from pagedlab.simulate.generator import GENERATORS, generate
 from pagedlab.simulate.paged import Observer, ScenarioSource, WorkloadSource, simulate
 from pagedlab.simulate.workload import SimulatedRequest, Workload, mean, read_jsonl
+from pagedlab.trace.check import check
 from pagedlab.trace.events import kind_of
+from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
+from pagedlab.viewer.pack import pack
 
 POOL = {"block_size": 16, "num_blocks": 984, "max_model_len": 2048, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
 SMALL = {"block_size": 4, "num_blocks": 31, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 24}
@@ -213,6 +216,8 @@ def test_idle_time_is_left_out_and_queue_times_count_from_arrival():
     result = simulate(WorkloadSource(Workload("w", "", requests), config), config)
     assert (result.num_steps, result.num_idle_steps) == (6, 97)
     assert result.queue_steps == {"r0": 0, "r1": 0, "r2": 2}
+    assert result.first_token_steps == {"r0": 1, "r1": 1, "r2": 3}
+    assert result.end_steps == {"r0": 3, "r1": 2, "r2": 3}
 
 
 def walk(observer: Observer) -> tuple[float, float]:
@@ -348,7 +353,7 @@ def command(*arguments: str):
 def test_the_report_states_workload_pool_memory_and_what_differs_from_the_paper():
     said = command("--requests", "60", "--arrivals", "at-once", "--compare", "contiguous").stdout
     for part in ("stand-in for ShareGPT", "15,728 slots", "recomputed tokens", "while any waited", "Orca (Pow2)",
-                 "26.8", "What differs"):  # fmt: skip
+                 "26.8", "What differs", "internal: given to one that", "to first token    mean"):  # fmt: skip
         assert part in said
     assert max(len(line) for line in said.splitlines()) <= 80
 
@@ -361,9 +366,25 @@ def test_json_has_every_step_and_nothing_else_on_stdout():
 
 def test_out_saves_a_trace_of_decisions(tmp_path):
     path = tmp_path / "t.jsonl"
-    command("priority", "--out", str(path))
+    assert command("priority", "--out", str(path)).stderr == f"pagedlab: notice: the trace is in {path}\n"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["record"] == "decisions" and "request_preempted" in {line["kind"] for line in lines}
+
+
+def test_recorded_at_blocks_a_simulation_can_be_checked_and_viewed(tmp_path):
+    path = tmp_path / "t.jsonl"
+    command("--requests", "20", "--num-blocks", "80", "--out", str(path), "--record", "blocks")
+    recorded = Trace.load(path)
+    assert check(recorded) is None and pack(recorded).chunks
+
+
+def test_times_of_requests_count_from_arrival_paged_or_not():
+    workload = Workload("w", "", [SimulatedRequest("long", 0, 4, 9), SimulatedRequest("short", 0, 4, 1)])
+    config = {**SMALL, "max_num_seqs": 1}
+    paged = simulate(WorkloadSource(workload, config), config)
+    for result in (paged, simulate_contiguous(workload.requests, config, "oracle", "first")):
+        assert result.queue_steps == {"long": 0, "short": 9}
+        assert result.first_token_steps == {"long": 1, "short": 10} and result.end_steps == {"long": 9, "short": 10}
 
 
 def test_text_scenarios_run_with_made_up_outputs():
@@ -383,6 +404,7 @@ def test_knobs_override_a_scenario():
         (["twins", "--seed", "3"], "--seed is for generated workloads"),
         (["--generator", "x"], "choose one of sharegpt-like"),
         (["--fit", "worst"], "choose one of buddy"),
+        (["--record", "tensors"], "choose one of steps, decisions, blocks"),
         (["--compare", "paged"], "only contiguous"),
         (["--requests", "0"], "--requests is 0"),
         (["--requests", "1000000000000"], "--requests is 1000000000000"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from pagedlab.config import check_seed
 from pagedlab.errors import UserError
 from pagedlab.simulate.generator import DEFAULT_GENERATOR, GENERATORS
+from pagedlab.trace.events import Level
 
 MOST_REQUESTS = 1_000_000
 FITS = ("buddy", "first", "best")
+RECORDS = ("steps", "decisions", "blocks")  # there is no worker that could say more
 _POOL, _DRAWN = "Pool and scheduler", "Generated workloads"
 _LENGTHS = "fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA or exponential:MEAN"
 
@@ -55,8 +57,11 @@ def simulate_command(
     ] = "buddy",
     as_json: Annotated[bool, typer.Option("--json", help="For machines, with every step's memory.")] = False,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="TRACE", help="Save the decisions: .jsonl, or .jsonl.zst.")
+        Path | None, typer.Option("-o", "--out", metavar="TRACE", help="Save the run: .jsonl, or .jsonl.zst.")
     ] = None,
+    record: Annotated[
+        str, typer.Option("--record", help="How much of it: steps, decisions, or blocks, as check and view need.")
+    ] = "decisions",
     block_size: Annotated[int | None, _option("--block-size", "Tokens per KV block; default 16.", _POOL)] = None,
     num_blocks: Annotated[
         int | None, _option("--num-blocks", "Blocks, null block included; default 984, as in the paper.", _POOL)
@@ -95,6 +100,8 @@ def simulate_command(
         raise UserError(f"--compare is {compare!r}: there is only contiguous.")
     if fit not in FITS:
         raise UserError(f"--fit is {fit!r}: choose one of {', '.join(FITS)}.")
+    if record not in RECORDS:
+        raise UserError(f"--record is {record!r}: choose one of {', '.join(RECORDS)}.")
     if requests is not None and not 1 <= requests <= MOST_REQUESTS:
         raise UserError(f"--requests is {requests}: give a whole number from 1 to {MOST_REQUESTS}.")
     if seed is not None:
@@ -106,4 +113,5 @@ def simulate_command(
         raise UserError(f"--{option} is for generated workloads: leave it out, or leave out {workload}.")
     from pagedlab.simulate.command import run_simulations
 
-    run_simulations(workload, generator, drawn, knobs, fit if compare else None, as_json=as_json, out=out)
+    run_simulations(workload, generator, drawn, knobs, fit if compare else None, as_json=as_json, out=out,
+                    record=cast(Level, record))

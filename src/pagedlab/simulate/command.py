@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagedlab.config import EngineConfig
+from pagedlab.errors import notice
 from pagedlab.scenarios.library import load_scenario
 from pagedlab.simulate.contiguous import RESERVATIONS, simulate_contiguous
 from pagedlab.simulate.generator import DEFAULT_GENERATOR, generate
 from pagedlab.simulate.paged import Follow, ScenarioSource, Simulation, Source, WorkloadSource, simulate
 from pagedlab.simulate.report import LABELS, report_json, report_text
 from pagedlab.simulate.workload import SimulatedRequest, read_jsonl
+from pagedlab.trace.events import Level
 from pagedlab.trace.file import TraceFile, refuse_overwriting
 from pagedlab.trace.tracer import trace
 
@@ -35,6 +36,7 @@ def run_simulations(
     *,
     as_json: bool,
     out: Path | None,
+    record: Level = "decisions",
 ) -> None:
     """Run, with a bar per run on stderr, and print the report.
 
@@ -42,6 +44,7 @@ def run_simulations(
         drawn: arguments of ``generate``; None leaves a generator's own part.
         knobs: what was given of the pool and the scheduler.
         fit: how the allocators from before paging find their slots; None leaves them out.
+        record: how much of it ``out`` holds.
 
     Raises:
         UserError: no such workload, or one that cannot run like this.
@@ -54,13 +57,13 @@ def run_simulations(
             for name in (RESERVATIONS if fit is not None else ())
             if fit is not None
         }
-        paged = _run_paged(source, config, out, follow(LABELS["paged"]))
+        paged = _run_paged(source, config, out, record, follow(LABELS["paged"]))
     if as_json:
         print(json.dumps(report_json(about, config, paged, contiguous, fit)))
     else:
         print(report_text(about, config, paged, contiguous, fit), end="")
     if out is not None:
-        print(f"pagedlab: the trace is in {out}", file=sys.stderr)
+        notice(f"the trace is in {out}")
 
 
 def _find_workload(
@@ -96,15 +99,17 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _run_paged(source: Source, config: dict[str, Any], out: Path | None, follow: Follow) -> Simulation:
+def _run_paged(
+    source: Source, config: dict[str, Any], out: Path | None, record: Level, follow: Follow
+) -> Simulation:
     if out is None:
         return simulate(source, config, follow)
     file = TraceFile(out)
-    trace.start(file, record="decisions")
+    trace.start(file, record=record)
     try:
         return simulate(source, config, follow)
     except KeyboardInterrupt:
-        print(f"pagedlab: interrupted; the trace until here is in {out}", file=sys.stderr)
+        notice(f"interrupted; the trace until here is in {out}")
         raise
     finally:
         trace.stop()

@@ -206,9 +206,12 @@ class _Run:
         for row in scheduled:
             if row.computed == row.known:  # caught up: one token sampled
                 row.known += 1
+                request_id, so_far = row.request.request_id, now - row.request.arrival_step + 1
+                self.result.first_token_steps.setdefault(request_id, so_far)
                 if row.known > row.final:
                     self.allocator.free(row.start)
-                    self.result.finish_reasons[row.request.request_id] = "length"
+                    self.result.finish_reasons[request_id] = "length"
+                    self.result.end_steps[request_id] = so_far
         self.running = [row for row in self.running if row.known <= row.final]
 
     def _let_in(self, request: SimulatedRequest) -> None:

@@ -107,6 +107,8 @@ class Simulation:
     refused: dict[str, str] = field(default_factory=dict)   # request -> sentence
     errors: dict[str, str] = field(default_factory=dict)    # request -> sentence
     queue_steps: dict[str, int] = field(default_factory=dict)  # request -> steps from arrival to first schedule
+    first_token_steps: dict[str, int] = field(default_factory=dict)  # … to its first token, that step included
+    end_steps: dict[str, int] = field(default_factory=dict)    # … to its last token, that step included
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0
     num_recomputed_tokens: int = 0  # computed a second time, after a preemption
@@ -145,8 +147,12 @@ def simulate(source: Source, config: dict[str, Any], follow: Follow = lambda end
             pending.popleft()
             _apply(source, core, observer, now)
         for output in core.step():
+            if output.new_token_ids:
+                result.first_token_steps.setdefault(output.request_id, observer.steps_since_arrival(output.request_id))
             if output.finish_reason is not None:
                 result.finish_reasons[output.request_id] = output.finish_reason
+                if output.error is None:
+                    result.end_steps[output.request_id] = observer.steps_since_arrival(output.request_id)
             if output.error is not None:
                 result.errors[output.request_id] = output.error
         now += 1
@@ -198,6 +204,10 @@ class Observer:
         most = num_outputs(request, tokens, self.core.scheduler.config.max_model_len)
         self._arrival[request.request_id] = self.now
         self._final[request.request_id] = request.num_prompt_tokens + most - 1  # the last token is never computed
+
+    def steps_since_arrival(self, request_id: str) -> int:
+        """With this step."""
+        return self.now - self._arrival[request_id] + 1
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._count_tokens(scheduler_output)

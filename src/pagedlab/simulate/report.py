@@ -19,6 +19,11 @@ NUM_PHASES = 10  # rows of the table over time
 # Percent of KV memory that holds token states: PagedAttention paper (SOSP 2023), Figure 2.
 PAPER = {"max": 20.4, "pow2": 26.8, "oracle": 38.2, "paged": 96.3}
 LABELS = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "paged": "paged (vLLM)"}
+COLUMNS = (
+    "tokens: hold keys and values; reserved: given to a request that will still use them; internal: given to one that "
+    "never will; external: free and enough for the head of the queue, but too scattered (never when paged); free: the "
+    "rest"
+)
 DIFFERS = (
     "Max reserves max_model_len for every request, Pow2 the prompt and the output rounded up to a power of two, Oracle "
     "the prompt and the true output; paged takes blocks as tokens come. What differs from the paper's set-up: its "
@@ -71,7 +76,6 @@ def _counts(run: Simulation) -> str:
     reasons = Counter(run.finish_reasons.values())
     ends = [f"{count:,} {reason}" for reason, count in sorted(reasons.items())]
     ends += [f"{len(run.refused):,} refused"] if run.refused else []
-    waits = _queue_times(run)
     steps, scheduled, hits = run.num_steps, run.num_scheduled_tokens, run.num_cached_tokens
     idle = f" (and {run.num_idle_steps:,} idle ones left out)" if run.num_idle_steps else ""
     rows = {
@@ -83,12 +87,15 @@ def _counts(run: Simulation) -> str:
         " of those scheduled",
         "prefix-cache hits": f"{hits:,} of {plural(run.num_prompt_tokens, 'prompt token')}, "
         f"{_percent(hits, run.num_prompt_tokens)}",
-        "  as vLLM counts": f"{run.lookup_hits:,} of {run.lookup_queries:,} in all look-ups, "
-        f"{_percent(run.lookup_hits, run.lookup_queries)}",
-        "steps in the queue": f"mean {waits['mean']:,.1f}, median {waits['median']:,}, "
-        f"95 % within {waits['p95']:,}, longest {waits['max']:,}",
+        "  in all look-ups": f"{run.lookup_hits:,} of {plural(run.lookup_queries, 'token')}, "
+        f"{_percent(run.lookup_hits, run.lookup_queries)}, as vLLM counts them:\n{'':20}again for each refused try and "
+        "after each preemption",
+        "steps from arrival": "",
+        "  until admitted": _spread(run.queue_steps),
+        "  to first token": _spread(run.first_token_steps),
+        "  to last token": _spread(run.end_steps),
     }
-    lines = [f"{name:<20}{value}" for name, value in rows.items()]
+    lines = [f"{name:<20}{value}".rstrip() for name, value in rows.items()]
     for sentence in (*list(run.refused.values())[:1], *list(run.errors.values())[:1]):
         lines.append(_wrapped(f"for example: {printable(sentence)}"))
     return "\n".join(lines)
@@ -97,7 +104,7 @@ def _counts(run: Simulation) -> str:
 def _memory_over_time(memory: MemoryBySteps) -> str:
     """Shares by tenths of the run, then averages."""
     lines = [
-        "KV memory, percent of the pool",
+        "KV memory, percent of the pool; running and waiting are requests",
         f"{'steps':<16}{'running':>9}{'waiting':>9}{'tokens':>9}{'reserved':>10}{'internal':>10}{'external':>10}{'free':>7}",
     ]
     for first, last in _phases(memory.num_steps):
@@ -105,6 +112,7 @@ def _memory_over_time(memory: MemoryBySteps) -> str:
         lines.append(_memory_row(memory, name, range(first, last)))
     lines.append(_memory_row(memory, "all", range(memory.num_steps)))
     lines.append(_memory_row(memory, "while any waited", memory.pressed_steps()))
+    lines.append(_wrapped(COLUMNS))
     return "\n".join(lines)
 
 
@@ -177,7 +185,9 @@ def _numbers(run: Simulation) -> dict[str, Any]:
         "num_cached_tokens": run.num_cached_tokens,
         "lookup_hits": run.lookup_hits,
         "lookup_queries": run.lookup_queries,
-        "queue_steps": _queue_times(run),
+        "queue_steps": _times(run.queue_steps),
+        "first_token_steps": _times(run.first_token_steps),
+        "end_steps": _times(run.end_steps),
         "num_slots": run.memory.num_slots,
         "memory_percent": run.memory.shares(range(run.num_steps)),
         "memory_percent_while_waiting": run.memory.shares(steps),
@@ -186,9 +196,9 @@ def _numbers(run: Simulation) -> dict[str, Any]:
     }
 
 
-def _queue_times(run: Simulation) -> dict[str, float]:
-    """Steps from arrival to the first step that schedules a request."""
-    times = sorted(run.queue_steps.values())
+def _times(steps: Mapping[str, int]) -> dict[str, float]:
+    """Steps that requests took, as four numbers."""
+    times = sorted(steps.values())
     if not times:
         return {"mean": 0.0, "median": 0, "p95": 0, "max": 0}
     return {
@@ -197,6 +207,14 @@ def _queue_times(run: Simulation) -> dict[str, float]:
         "p95": times[-(-len(times) * 95 // 100) - 1],
         "max": times[-1],
     }
+
+
+def _spread(steps: Mapping[str, int]) -> str:
+    times = _times(steps)
+    return (
+        f"mean {times['mean']:,.1f}, median {times['median']:,}, 95 % within {times['p95']:,}, "
+        f"longest {times['max']:,}"
+    )
 
 
 def _percent(part: int, whole: int) -> str:
