@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from pagedlab.trace.events import MetadataBuilt
 from pagedlab.trace.tracer import trace
 from pagedlab.worker import cuda_graphs
 from pagedlab.worker.cuda_graphs import DecodeGraphs, capture_graph, captured_sizes
+from recorded_graph import RecordedGraph
 from test_worker_engine import PROMPTS, Engine, config
 
 
@@ -48,6 +51,13 @@ def test_padded_decodes_give_the_tokens_and_logits_of_the_eager_pass(runner):
     assert padded.tokens == eager.tokens
     for req_id, rows in eager.recorder.logits.items():
         assert (torch.stack(rows) - torch.stack(padded.recorder.logits[req_id])).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("runner", ["persistent", "state-table"])
+def test_replays_depend_on_nothing_but_memory_that_stays(runner, monkeypatch, capsys):
+    eager = run_three(Engine(config(runner=runner)))
+    replayed = run_three(engine_with_graphs(partial(RecordedGraph, monkeypatch), runner))
+    assert replayed.tokens == eager.tokens and not capsys.readouterr().err
 
 
 def test_padding_does_not_touch_the_cache_of_anyone():

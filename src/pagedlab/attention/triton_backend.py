@@ -61,7 +61,7 @@ class TritonImpl(AttentionImpl):
         write_key_values(self, self.how, key, value, kv_cache, common)
         reads = torch.full_like(common.block_table, -1) if self.wants_log() else None  # [R, K]
         output = torch.empty_like(query)
-        output[common.num_actual_tokens :] = 0
+        output[common.num_actual_tokens :].zero_()
         grid, meta = paged_attention(
             query, kv_cache, output, metadata.tiles, common.query_start_loc, common.seq_lens, common.block_table,
             scale=self.config.scale, sliding_window=self.config.sliding_window, num_splits=metadata.num_splits,

@@ -9,6 +9,8 @@ is captured when it is first needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +55,9 @@ class DecodeGraphs:
         self.model, self.groups, self.builders = model, groups, builders
         self.max_model_len = max_model_len
         self.sizes = captured_sizes(max_num_seqs)
-        self._capture = capture or capture_graph
+        self._capture = capture or partial(capture_graph, pool=torch.cuda.graph_pool_handle())
         self._replays: dict[int, Run] = {}
+        self._metadata: dict[int, dict[str, Any]] = {}  # of each size: a graph reads its tensors, and keeps none alive
         most = self.sizes[-1]
         self.input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -95,7 +98,7 @@ class DecodeGraphs:
 
     def _add(self, size: int) -> bool:
         """Capture this size; on failure give graphs up for good and say so once."""
-        metadata = {}
+        metadata = self._metadata[size] = {}
         for group_id, (group, builder) in enumerate(zip(self.groups, self.builders, strict=True)):
             metadata.update(dict.fromkeys(group.layer_names, builder.build(self._common(group_id, size))))
 
@@ -145,11 +148,13 @@ class DecodeGraphs:
         )
 
 
-def capture_graph(run: Run) -> Run:
-    """Record the launches of one pass; calling the result launches them all again."""
+def capture_graph(run: Run, pool: Any = None) -> Run:
+    """Record the launches of one pass; calling the result launches them all again.
+
+    Graphs of one pool share the memory of their intermediate results: two never run at the same time.
+    """
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         output = run()
 
     def replay() -> Tensor:
