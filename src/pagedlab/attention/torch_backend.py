@@ -250,7 +250,8 @@ class TorchImpl(AttentionImpl):
         if trace.kernels and log is not None:
             self.report_launch("reshape_and_cache", (), {"num_tokens": len(key)}, "torch")
             self.report_writes(common.group_id, "torch", log)
-        reads = torch.full(common.block_table.shape, -1) if log is not None else None  # [R, K]
+        shape, device = common.block_table.shape, common.block_table.device
+        reads = torch.full(shape, -1, device=device) if log is not None else None  # [R, K]
         output = paged_attention_calls(query, kv_cache, metadata, self.config.scale, reads)
         if trace.kernels and reads is not None:
             self.report_launch("paged_attention", (), {"calls": len(metadata.calls)}, "torch")
