@@ -18,6 +18,7 @@ from pagedlab.request import Request
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.scenarios.library import load_scenario
 from pagedlab.scenarios.run import run
+from pagedlab.sched.output import ModelRunnerOutput
 from pagedlab.sched.policy import FirstComeFirstServed, Policy, Priority, resolve_policy
 from pagedlab.sched.waiting_queue import WaitingQueue
 from pagedlab.trace.events import RequestConsidered, RequestPreempted
@@ -169,6 +170,27 @@ def test_a_victim_of_priority_waits_by_its_key_not_in_front():
 
 
 # ------------------------------------------------------------------ the waiting queue
+
+
+def test_a_victim_with_nothing_left_to_compute_makes_the_scan_pass_over_a_request_as_in_0_14():
+    """The real Scheduler of 0.14.1 gave these numbers; a, which may not end before the limit, is never done."""
+    shape = Shape(policy="priority", num_blocks=6, max_model_len=8, max_num_batched_tokens=64)
+    scheduler = shape.engine_core().scheduler
+    endless = shape.request("a", [1, 2, 3, 4, 5], priority=9)
+    endless.sampling_params = SamplingParams(min_tokens=20, max_tokens=20, temperature=0)
+    coming = {0: [endless], 4: [shape.request("b", [1, 2, 3], 6, priority=1, arrival_time=1.0),
+                                shape.request("c", [9, 9, 9], 6, priority=1, arrival_time=2.0),
+                                shape.request("d", [7, 7], 6, priority=1, arrival_time=3.0)]}
+    scheduled = []
+    for step in range(8):
+        for new in coming.get(step, ()):
+            scheduler.add_request(new)
+        output = scheduler.schedule()
+        scheduled.append((output.num_scheduled_tokens, output.preempted_req_ids))
+        scheduler.update_from_output(output, ModelRunnerOutput({r: [50] for r in output.num_scheduled_tokens}))
+    assert [numbers for numbers, _ in scheduled[:4]] == [{"a": 5}, {"a": 1}, {"a": 1}, {}]
+    assert scheduled[4:] == [({"b": 3, "c": 3, "d": 2}, []), ({"b": 1, "c": 1, "d": 1}, []),
+                             ({"b": 1, "d": 1}, ["a"]), ({"b": 1, "c": 1}, ["d"])]
 
 
 def test_the_waiting_queue_serves_like_a_sorted_list():
