@@ -13,12 +13,13 @@ import textwrap
 
 import pytest
 import zstandard
+from msgspec.structs import replace
 
 from pagedlab.display.picture import write_text
 from pagedlab.errors import UserError
 from pagedlab.trace import file
 from pagedlab.trace.events import RequestConsidered, TextEmitted
-from pagedlab.trace.file import TraceFile, load_trace, save_trace
+from pagedlab.trace.file import TraceFile, encode, load_trace, save_trace
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from pagedlab.viewer.page import write_page
@@ -62,6 +63,30 @@ def test_every_line_is_an_object_with_the_envelope(events, tmp_path):
     assert [r["seq"] for r in records] == list(range(len(records)))
     for record in records:
         assert {"kind", "seq", "engine", "step", "t_ns", "proc"} <= set(record)
+
+
+@pytest.mark.parametrize(
+    "lost, sentence",
+    [([40], "1 record before seq 41 "), ([40, 41, 90], "3 records, the first before seq 42 ")],
+)
+def test_a_trace_that_lost_records_opens_with_one_notice(events, tmp_path, capsys, lost, sentence):
+    path = tmp_path / "lost.jsonl"
+    kept = [e for e in events if e.seq not in lost]
+    path.write_bytes(b"".join(encode(e) + b"\n" for e in kept))
+    assert load_trace(path) == kept
+    step = next(e.step for e in kept if e.seq > lost[0])
+    expected = f"pagedlab: notice: {path}: it lacks {sentence}(step {step}); what follows may be wrong\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_part_of_a_trace_and_one_of_several_processes_lack_nothing_by_accident(events, tmp_path, capsys):
+    Trace(events).filter(step=2).save(tmp_path / "part.jsonl")  # says itself what was left out
+    load_trace(tmp_path / "part.jsonl")
+    worker = [replace(e, proc="worker:1", seq=e.seq - 20) for e in events[30:50]]
+    both = [*events[:60], *worker, *events[60:]]
+    (tmp_path / "both.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in both))
+    assert load_trace(tmp_path / "both.jsonl") == both
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_cut_anywhere_after_its_header_opens_up_to_the_cut_with_one_notice(events, tmp_path, capsys):

@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 from pagedlab.errors import UserError, notice
-from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceHeader, kind_of
+from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceGap, TraceHeader, kind_of
 from pagedlab.wording import plural, printable
 
 MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
@@ -205,11 +205,30 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
         kinds = ", ".join(sorted(num_unknown)[:5]) + (", …" if len(num_unknown) > 5 else "")
         skipped = plural(sum(num_unknown.values()), "record")
         notice(f"{path}: skipped {skipped} of kinds this version does not know ({kinds})")
+    elif lost := _lost_records(events):
+        notice(f"{path}: {lost}")
     ends_early = header.ends_with is not None and kind_of(events[-1]) != header.ends_with
     if is_cut or ends_early:
         first = plural(len(events), "record")
         notice(f"{path}: the file is cut; showing its first {first}, up to step {events[-1].step}")
     return events
+
+
+def _lost_records(events: list[Event]) -> str | None:
+    """A sentence if the records' numbers, which grow by one within a process, leave a hole."""
+    if events[-1].seq == len(events) - 1:  # one process and no hole: the usual case, known without a walk
+        return None
+    next_seq: dict[str, int] = {}
+    num_lost, first = 0, None
+    for event in events:
+        expected = next_seq.get(event.proc, event.seq)
+        if event.seq != expected and type(event) is not TraceGap:
+            num_lost, first = num_lost + event.seq - expected, first or event
+        next_seq[event.proc] = event.seq + 1
+    if first is None or num_lost <= 0:
+        return None
+    what = plural(num_lost, "record") + ("" if num_lost == 1 else ", the first")
+    return f"it lacks {what} before seq {first.seq} (step {first.step}); what follows may be wrong"
 
 
 def _read_header(lines: _Lines) -> TraceHeader:
