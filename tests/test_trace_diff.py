@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -48,6 +49,28 @@ def test_volatile_fields_and_numbers_do_not_count():
     for event in a:
         shown = canonical(event)
         assert shown["kind"] == kind_of(event) and not {"seq", "t_ns", "engine", *event.volatile} & set(shown)
+
+
+def test_a_knob_left_to_its_default_counts_as_a_difference_of_the_engines():
+    scenario = load_scenario("priority")
+    unsaid = dataclasses.replace(scenario, config={k: v for k, v in scenario.config.items() if k != "policy"})
+    traces = []
+    for one in (unsaid, scenario):
+        with tracing("decisions") as trace:
+            run_scenario(one)
+        traces.append(trace)
+    found = traces[0].diff(traces[1])
+    assert found is not None and found.notes == ["config: policy is 'fcfs' in A and 'priority' in B"]
+
+
+def test_what_differs_before_the_first_step_is_said_to_be_there():
+    traces = []
+    for name in ("abort", "budget"):
+        with tracing("decisions") as trace:
+            run_scenario(load_scenario(name))
+        traces.append(trace)
+    found = traces[0].diff(traces[1])
+    assert found is not None and found.step == -1 and "before step 0: the first decision" in "\n".join(found.lines)
 
 
 def test_every_volatile_field_exists():

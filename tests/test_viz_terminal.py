@@ -640,3 +640,14 @@ def test_a_step_is_gathered_whole_although_its_text_comes_after_it(real):
     text = show(real, 200)
     scheduled = [e for e in real if isinstance(e, StepScheduled)]
     assert text.count("── step") + len(re.findall(r"^step \d+", text, re.MULTILINE)) == len(scheduled)
+
+
+def test_without_a_model_it_says_where_tokens_come_from(scenarios, real):
+    assert "none: what would be sampled comes from a script" in show(scenarios["abort"])
+    assert "comes from a script" not in show(real)
+
+
+def test_a_request_that_max_model_len_cuts_short_says_so_when_it_arrives():
+    arrivals = [line for line in show(record("stop-and-length"), 200).splitlines() if line.startswith("arrives")]
+    assert ["(asked for 8, but max_model_len is 12)" in line for line in arrivals] == [False, False, False, True]
+    assert "up to 3 more" in arrivals[3]

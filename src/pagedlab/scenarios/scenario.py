@@ -22,7 +22,7 @@ SamplingParams) per request, and ``model`` beside ``config``; null is the embedd
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pagedlab.config import EngineConfig, SchedulerConfig
@@ -158,11 +158,14 @@ def engine_core_on(executor: Executor, config: dict[str, Any]) -> EngineCore:
         )
         for i, g in enumerate(config.get("groups", whole))
     )
+    scheduler_config = SchedulerConfig(**{k: config[k] for k in SchedulerConfig.__dataclass_fields__ if k in config})
+    caching = config.get("enable_prefix_caching", True)
     scheduler = Scheduler(
-        SchedulerConfig(**{k: config[k] for k in SchedulerConfig.__dataclass_fields__ if k in config}),
+        scheduler_config,
         KVCacheConfig(config["num_blocks"], groups),
         block_size=config["block_size"],
-        enable_prefix_caching=config.get("enable_prefix_caching", True),
+        enable_prefix_caching=caching,
     )
-    shown = {k: v for k, v in config.items() if not isinstance(v, list)}
+    given = {k: v for k, v in config.items() if not isinstance(v, list)}
+    shown = {**given, **asdict(scheduler_config), "enable_prefix_caching": caching}  # also what was left to defaults
     return EngineCore(scheduler, executor, about={"model": {}, "config": shown, "tokenizer": {}})

@@ -84,7 +84,8 @@ class Difference:
     def lines(self) -> list[str]:
         """For people: what differs, each side with its reasons."""
         what = "the first decision that differs" if self.is_decision else "no decision differs, but these numbers do"
-        lines = [*self.notes, f"step {self.step}: {what}"]
+        when = f"step {self.step}" if self.step >= 0 else "before step 0"
+        lines = [*self.notes, f"{when}: {what}"]
         for name, event, reasons in (("A", self.a, self.reasons_a), ("B", self.b, self.reasons_b)):
             lines.append(f"  {name}: {self._show(event)}")
             lines += [f"     {reason}" for reason in reasons]
@@ -100,7 +101,7 @@ class Difference:
 
     def _show(self, event: Event | None) -> str:
         if event is None:
-            return "the trace ends here"
+            return "the trace ends here; until now the two agree"
         names = self.fields or DECISIONS.get(kind_of(event), ())
         shown = [name for name in ("request_id",) if hasattr(event, name) and name not in names]
         values = (f"{name}={_short(getattr(event, name))}" for name in (*shown, *names))

@@ -50,6 +50,9 @@ def opening(pen: Pen, header: TraceHeader | None, events: list[Event], engine: i
         inside = pen.inside
         if header.model:
             lines += pen.section("model", inside.paragraph(*_model(inside, header.model), hang=2))
+        elif header.config:
+            lines += pen.section("model", inside.paragraph("none: what would be sampled comes from a script; #7 is the "
+                                                           "token with id 7", hang=2))
         if header.config:
             lines += pen.section("engine", inside.paragraph(*_config(inside, header.config), hang=2))
     else:

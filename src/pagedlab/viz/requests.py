@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from pagedlab.trace.events import LEVELS, Event, PrefixCacheReset, RequestAdded, RequestFinished, RequestRefused
+from pagedlab.trace.events import LEVELS, Event, PrefixCacheReset, RequestAdded, RequestFinished, RequestRefused, Scalar
 from pagedlab.trace.state import EngineState
 from pagedlab.viz.blocks import pool_strip
 from pagedlab.viz.layout import Part, Pen
@@ -25,7 +25,7 @@ FINISH_REASONS = {
 }
 
 
-def added(pen: Pen, event: RequestAdded, *, tokens: bool) -> list[Text]:
+def added(pen: Pen, event: RequestAdded, *, tokens: bool, max_model_len: Scalar = None) -> list[Text]:
     """A request enters the waiting queue; its tokens, with the cuts between them."""
     parts: list[Part] = [pen.name(event.request_id), f"  {plural(len(event.prompt_token_ids), 'prompt token')}"]
     wanted = []
@@ -36,6 +36,10 @@ def added(pen: Pen, event: RequestAdded, *, tokens: bool) -> list[Text]:
             key in ("top_k", "min_p") and value == 0
         ):
             wanted.append("greedy" if key == "temperature" and value == 0 else label.format(f"{value:g}"))
+    asked = event.sampling.get("max_tokens")
+    if type(max_model_len) is int and type(asked) is int and len(event.prompt_token_ids) + asked > max_model_len:
+        room = max_model_len - len(event.prompt_token_ids)
+        wanted[0] = f"up to {room:,} more (asked for {asked:,}, but max_model_len is {max_model_len:,})"
     if event.priority:
         wanted.append(f"priority {event.priority}")
     if event.cache_salt is not None:

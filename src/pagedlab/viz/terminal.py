@@ -236,7 +236,9 @@ class TerminalTracer:
             story.num_arrivals += 1
             if story.num_arrivals <= MAX_ARRIVALS:
                 is_first = story.num_arrivals <= self._pen().limits.requests
-                self._print(added(self._pen(), event, tokens=is_first and self.depth >= LEVELS.index("decisions")))
+                longest = self._header.config.get("max_model_len") if self._header is not None else None
+                self._print(added(self._pen(), event, max_model_len=longest,
+                                  tokens=is_first and self.depth >= LEVELS.index("decisions")))
         else:
             self._print(other(self._pen(), event))
 
