@@ -34,12 +34,12 @@ REAL = {1: (13, 4), 16: (71, 27), 64: (248, 96), 256: (1039, 470), 1024: (5796, 
 
 
 class EngineOnPaper:
-    """describe() and snapshot() for the tracer; there is nothing behind it."""
+    """What the tracer asks of an engine; there is nothing behind it."""
 
     engine_id, step_id = 0, -1
 
-    def describe(self) -> dict[str, dict[str, str]]:
-        return {"model": {}, "config": {}, "tokenizer": {}}
+    def __init__(self) -> None:
+        self.about: dict[str, dict[str, str]] = {"model": {}, "config": {}, "tokenizer": {}}
 
     def snapshot(self) -> None:
         return None

@@ -250,8 +250,8 @@ def test_the_example_is_a_policy_for_the_type_checker_too():
 
 
 @pytest.mark.parametrize("name, complaint", [
-    ("lifo", "policy is 'lifo': choose fcfs, priority or package.module:name."),
-    ("", "policy is '': choose"),
+    ("lifo", "policy 'lifo' cannot be loaded (No module named 'lifo'): give an importable package.module:name."),
+    ("", "policy '' cannot be loaded"),
     ("no.such.module:Policy", "cannot be loaded (No module named 'no')"),
     (f"{__name__}:Nothing", "cannot be loaded (module"),
     (":Policy", "cannot be loaded"),

@@ -64,8 +64,7 @@ class Request:
         cache_salt: str | None = None,     # only requests with the same salt share blocks
         eos_token_id: int | None = None,
         block_hasher: Callable[[Request], list[bytes]] | None = None,  # None: no prefix caching
-        prompt: str | None = None,                        # text, for people who read the trace
-        prompt_token_texts: list[str] | None = None,
+        prompt: str | None = None,         # text, for people who read the trace
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -74,7 +73,7 @@ class Request:
         self.cache_salt = cache_salt
         self.eos_token_id = eos_token_id
         self.prompt = prompt
-        self.prompt_token_texts = prompt_token_texts
+        self.prompt_token_texts: list[str] | None = None  # filled in at the door while somebody traces
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = sampling_params.max_tokens  # None: up to max_model_len
         self.all_token_ids = list(prompt_token_ids)   # prompt, then output

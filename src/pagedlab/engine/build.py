@@ -174,17 +174,13 @@ def _describe(
     }
 
 
+@dataclass
 class _EngineUnderConstruction:
     """What the tracer is told before there is an engine: its id and the header, and no state yet."""
 
+    engine_id: int
+    about: dict[str, dict[str, Any]]
     step_id = -1
-
-    def __init__(self, engine_id: int, about: dict[str, dict[str, Any]]) -> None:
-        self.engine_id = engine_id
-        self._about = about
-
-    def describe(self) -> dict[str, Any]:
-        return self._about
 
     def snapshot(self) -> EngineSnapshot | None:
         return None

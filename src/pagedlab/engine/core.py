@@ -111,9 +111,6 @@ class EngineCore:
             )
         return outputs
 
-    def describe(self) -> dict[str, dict[str, Any]]:
-        return self.about
-
     def snapshot(self) -> EngineSnapshot:
         """The whole state, read off the live objects."""
         manager = self.scheduler.kv_cache_manager

@@ -7,6 +7,7 @@ guards live outside it: the door refuses what can never fit, and a watch ends wh
 from __future__ import annotations
 
 from math import lcm
+from typing import NamedTuple, NoReturn
 
 from pagedlab.config import SchedulerConfig
 from pagedlab.errors import UserError
@@ -20,6 +21,12 @@ from pagedlab.wording import plural
 MAX_STEPS_WITHOUT_PROGRESS = 100
 
 
+class Refusal(NamedTuple):
+    reason: str                  # in a word, for the trace
+    message: str                 # in a sentence, for the user
+    numbers: dict[str, Scalar]
+
+
 def check_at_the_door(scheduler: Scheduler, request: Request) -> None:
     """Refuse what the scheduler would keep waiting for ever.
 
@@ -29,54 +36,60 @@ def check_at_the_door(scheduler: Scheduler, request: Request) -> None:
             blocks than exist.
     """
     refusal = _find_refusal(scheduler, request)
-    if refusal is None:
-        return
-    reason, message, numbers = refusal
+    if refusal is not None:
+        refuse(request.request_id, refusal)
+
+
+def refuse(request_id: str, refusal: Refusal) -> NoReturn:
+    """Tell the trace and the user."""
     if trace.on:
-        trace.emit(
-            RequestRefused(request_id=request.request_id, reason=reason, message=message, numbers=numbers)
-        )
-    raise UserError(message)
+        trace.emit(RequestRefused(request_id=request_id, reason=refusal.reason, message=refusal.message,
+                                  numbers=refusal.numbers))
+    raise UserError(refusal.message)
 
 
-def _find_refusal(scheduler: Scheduler, request: Request) -> tuple[str, str, dict[str, Scalar]] | None:
+def id_in_use(request_id: str) -> Refusal:
+    return Refusal("id_in_use", f"request {request_id} is still running: wait for it, abort it, or use another id.", {})
+
+
+def _find_refusal(scheduler: Scheduler, request: Request) -> Refusal | None:
     config, length = scheduler.config, request.num_prompt_tokens
-    name = f"request {request.request_id}"
     if request.request_id in scheduler.requests:
-        return "id_in_use", f"{name} is still running: wait for it, abort it, or use another id.", {}
+        return id_in_use(request.request_id)
     if length == 0:
-        return "empty_prompt", f"{name} has an empty prompt: give at least one token.", {}
+        message = f"request {request.request_id} has an empty prompt: give at least one token."
+        return Refusal("empty_prompt", message, {})
+    prompt = f"request {request.request_id} has a prompt of {plural(length, 'token')}"
     needed = most_blocks_held(scheduler, length)
     usable = scheduler.kv_cache_manager.block_pool.num_blocks - 1
     if needed > usable:
         message = (
-            f"{name} has a prompt of {plural(length, 'token')} that needs {plural(needed, 'block')}, but the pool has "
-            f"{plural(usable, 'usable block')}: shorten the prompt or give the pool more blocks (num_blocks or "
-            "kv_cache_memory)."
+            f"{prompt} that needs {plural(needed, 'block')}, but the pool has {plural(usable, 'usable block')}: "
+            "shorten the prompt or give the pool more blocks (num_blocks or kv_cache_memory)."
         )
-        return "never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable}
+        return Refusal("never_fits", message, {"num_needed_blocks": needed, "num_usable_blocks": usable})
     if length >= config.max_model_len:
         message = (
-            f"{name} has a prompt of {plural(length, 'token')}, but max_model_len is {config.max_model_len:,} and "
-            "one token of output needs room: shorten the prompt or raise max_model_len."
+            f"{prompt}, but max_model_len is {config.max_model_len:,} and one token of output needs room: "
+            "shorten the prompt or raise max_model_len."
         )
-        return "prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len}
+        return Refusal("prompt_too_long", message, {"num_prompt_tokens": length, "max_model_len": config.max_model_len})
     room, min_tokens = config.max_model_len - length, request.sampling_params.min_tokens
     if min_tokens > room:  # nothing may stop it before, and nothing can be computed after
         message = (
-            f"{name} has a prompt of {plural(length, 'token')} and min_tokens {min_tokens:,}, but max_model_len is "
-            f"{config.max_model_len:,}: lower min_tokens to {room:,} or less, or raise max_model_len."
+            f"{prompt} and min_tokens {min_tokens:,}, but max_model_len is {config.max_model_len:,}: "
+            f"lower min_tokens to {room:,} or less, or raise max_model_len."
         )
-        return "min_tokens_too_large", message, {
-            "num_prompt_tokens": length, "min_tokens": min_tokens, "max_model_len": config.max_model_len
-        }
-    budget = config.max_num_batched_tokens
+        return Refusal("min_tokens_too_large", message, {
+            "num_prompt_tokens": length, "min_tokens": min_tokens, "max_model_len": config.max_model_len,
+        })
     if larger_than_budget(config, length):
+        budget = config.max_num_batched_tokens
         message = (
-            f"{name} has a prompt of {plural(length, 'token')}, but the budget is {plural(budget, 'token')} a step and "
-            "chunked prefill is off: switch it on or raise max_num_batched_tokens."
+            f"{prompt}, but the budget is {plural(budget, 'token')} a step and chunked prefill is off: "
+            "switch it on or raise max_num_batched_tokens."
         )
-        return "larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget}
+        return Refusal("larger_than_budget", message, {"num_prompt_tokens": length, "max_num_batched_tokens": budget})
     return None
 
 

@@ -16,14 +16,13 @@ from typing import Any, get_args
 
 from pagedlab.config import EngineConfig
 from pagedlab.engine.build import build_engine
-from pagedlab.engine.guards import check_at_the_door
+from pagedlab.engine.guards import check_at_the_door, id_in_use, refuse
 from pagedlab.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagedlab.engine.interrupt import Interrupts
 from pagedlab.engine.output_processor import OutputKind, OutputProcessor, RequestOutput
 from pagedlab.errors import UserError
 from pagedlab.kv.hashing import request_block_hasher
 from pagedlab.sampling_params import SamplingParams
-from pagedlab.trace.events import RequestRefused
 from pagedlab.trace.tracer import trace
 
 Prompts = Prompt | Sequence[Prompt]
@@ -278,14 +277,7 @@ class LLM:
             trace.enter(self.core)
         for processed in batch:
             if processed.request_id in self._outputs:
-                message = f"request {processed.request_id} is still running: wait for it, abort it, or use another id."
-                if trace.on:
-                    trace.emit(
-                        RequestRefused(
-                            request_id=processed.request_id, reason="id_in_use", message=message, numbers={}
-                        )
-                    )
-                raise UserError(message)
+                refuse(processed.request_id, id_in_use(processed.request_id))
             for request in processed.requests:
                 check_at_the_door(self.core.scheduler, request)
         for processed in batch:

@@ -77,9 +77,7 @@ def resolve_policy(name: str) -> Policy:
         return FirstComeFirstServed()
     if name == "priority":
         return Priority()
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise UserError(f"policy is {name!r}: choose fcfs, priority or package.module:name.")
+    module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the installed command does not look there by itself
     try:

@@ -322,16 +322,14 @@ class Scheduler:
                 continue  # in the middle of its prompt
             request.append_output_token(token_ids[0])
             status = self._stop_status(request, token_ids[0])
+            finish_reason, num_cached_tokens = status and status.value, request.num_cached_tokens
             outputs.append(
-                EngineCoreOutput(request_id, token_ids, status and status.value, request.stop_reason,
-                                 request.num_cached_tokens, model_runner_output.logprobs.get(request_id),
-                                 prompt_logprobs)
+                EngineCoreOutput(request_id, token_ids, finish_reason, request.stop_reason, num_cached_tokens,
+                                 model_runner_output.logprobs.get(request_id), prompt_logprobs)
             )
             if trace.on:
-                trace.emit(
-                    RequestOutput(request_id=request_id, new_token_ids=token_ids,
-                                  finish_reason=status and status.value, num_cached_tokens=request.num_cached_tokens)
-                )
+                trace.emit(RequestOutput(request_id=request_id, new_token_ids=token_ids, finish_reason=finish_reason,
+                                         num_cached_tokens=num_cached_tokens))
             if status is not None:
                 request.status = status
                 finished = True

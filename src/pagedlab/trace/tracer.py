@@ -33,13 +33,11 @@ class TracedEngine(Protocol):
     """What the tracer asks of an engine when tracing starts on it."""
 
     engine_id: int
+    about: dict[str, dict[str, Any]]  # the header's model, config and tokenizer
 
     @property
     def step_id(self) -> int:
-        """The last step whose schedule() began."""
-
-    def describe(self) -> dict[str, Any]:
-        """The header's ``model``, ``config`` and ``tokenizer``."""
+        """The last step whose schedule() began, -1 before the first."""
 
     def snapshot(self) -> EngineSnapshot | None:
         """The whole state; None while the engine is still being built."""
@@ -98,7 +96,7 @@ class Tracer:
         """What follows is about this engine: called, guarded, at each of its entry points."""
         self._engine, self._step = engine.engine_id, engine.step_id
         if not self._has_header:
-            self._write_header(engine.describe())
+            self._write_header(engine.about)
         due = self._next_snapshot.get(engine.engine_id)
         if due is None or (self.blocks and due[2] <= self._seq and (due[0] <= engine.step_id or due[1] <= self._seq)):
             snapshot = engine.snapshot()
