@@ -129,6 +129,9 @@ def test_a_chat_template_runs_in_a_sandbox(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     chat = [{"role": "user", "content": "Hi"}]
     assert Tokenizer(tmp_path).apply_chat_template(chat) == "<user>Hi!<assistant>"
+    (tmp_path / "chat_template.jinja").write_text("{% if tools is none and documents is none %}no tools{% endif %}")
+    assert Tokenizer(tmp_path).apply_chat_template(chat) == "no tools"  # there are none, which a template may ask
+    (tmp_path / "chat_template.jinja").unlink()
     config["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="chat template"):

@@ -17,7 +17,7 @@ PACKAGE = Path(pagedlab.__file__).parent
 HEAVY = {"torch", "triton", "transformers", "safetensors", "flash_attn"}
 
 # Plain words that everybody may use, and that use nothing but each other.
-WORDS = ("errors", "version", "wording", "config", "sampling_params", "request", "kv.specs", "sched.output")
+WORDS = ("errors", "version", "wording", "memory", "config", "sampling_params", "request", "kv.specs", "sched.output")
 TEXT = ("engine.tokenizer", "engine.detokenizer", "engine.input_processor", "engine.output_processor")
 CONTROL = ("kv", "sched", "engine.core", "engine.guards")
 EVERYTHING = ("",)

@@ -37,7 +37,7 @@ def test_torch_dtype_is_the_older_name_of_dtype():
 
 def test_end_of_text_ids_of_both_files_count():
     config = ModelConfig.from_dict(without(DENSE, eos_token_id=7), {"eos_token_id": [3, 7]})
-    assert config.eos_token_ids == (3, 7)
+    assert config.eos_token_ids == (7, 3)  # the first is the one whose stop_reason is None
 
 
 def test_an_end_of_text_id_beyond_the_vocabulary_never_comes_up():
@@ -68,7 +68,18 @@ BROKEN = {
     "rope_parameters without a base": (
         without(DENSE, "rope_theta", rope_parameters={"rope_type": "default"}), "gives no RoPE base"),
     "two RoPE bases": (without(DENSE, rope_parameters={"rope_theta": 5.0}), "gives two RoPE bases"),
-    "scaled RoPE": (without(DENSE, rope_scaling={"type": "yarn"}), "RoPE of type 'yarn'"),
+    "scaled RoPE": (
+        without(DENSE, rope_scaling={"type": "yarn", "factor": 4.0}),
+        "rope_scaling asks for RoPE of type 'yarn', but .* remove it"),
+    "scaled RoPE in the newer spelling": (
+        without(DENSE, "rope_theta", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}),
+        "rope_parameters asks for RoPE of type 'yarn'"),
+    "half a head of RoPE": (without(DENSE, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5, but"),
+    "fp8": (
+        without(DENSE, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        "quantized weights .fp8.: use the checkpoint that is not"),
+    "4 bits": (without(MOE, quantization_config={"quant_method": "gptq", "bits": 4}), "quantized weights .gptq."),
+    "a nameless quantization": (without(DENSE, quantization_config={"bits": 4}), "quantized weights .of an unnamed"),
     "a field is missing": (without(DENSE, "hidden_size"), "hidden_size is missing"),
     "a field is text": (without(DENSE, vocab_size="many"), "vocab_size is 'many'"),
     "heads that cannot share": (without(DENSE, num_key_value_heads=4), "cannot share"),
@@ -83,6 +94,7 @@ BROKEN = {
     "an epsilon that is text": (without(DENSE, rms_norm_eps="small"), "rms_norm_eps is 'small'"),
     "an epsilon that is no number": (without(DENSE, rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
     "an end-of-text id that is text": (without(DENSE, eos_token_id=[1, "end"]), "eos_token_id has 'end'"),
+    "an end-of-text list of lists": (without(DENSE, eos_token_id=[[1]]), "eos_token_id has .1., but"),
     "a negative end-of-text id": (without(DENSE, eos_token_id=-1), "eos_token_id has -1"),
     "a RoPE base that is text": (without(DENSE, rope_theta="large"), "rope_theta is 'large'"),
     "a RoPE base of 0": (without(DENSE, rope_theta=0), "rope_theta is 0"),
@@ -113,6 +125,15 @@ def test_a_broken_config_is_refused_in_one_sentence(config, words):
     with pytest.raises(UserError, match=words) as error:
         ModelConfig.from_dict(config)
     assert "\n" not in str(error.value)
+
+
+def test_a_wrong_end_of_text_id_is_sought_in_the_file_that_has_it():
+    with pytest.raises(UserError, match=r"^generation_config\.json beside here: eos_token_id has 'end'"):
+        ModelConfig.from_dict(DENSE, {"eos_token_id": "end"}, where="here")
+
+
+def test_a_quantization_of_nothing_is_none():
+    assert ModelConfig.from_dict(without(DENSE, quantization_config=None)) == ModelConfig.from_dict(DENSE)
 
 
 def test_unknown_directory_missing_file_and_bad_json_are_told_apart(tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from paged_driver import CHECKPOINTS, PagedDriver
 from pagedlab.attention.torch_backend import TorchBackend
 from pagedlab.errors import UserError
+from pagedlab.models import loader
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.loader import load_model, new_model
 
@@ -219,30 +220,77 @@ def test_one_shard_and_several_hold_the_same_model(sharded, tmp_path):
     assert torch.equal(*logits)
 
 
-SHAPES = {
-    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "tie_word_embeddings": True},
-    "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "tie_word_embeddings": False},
-    "Qwen3-30B-A3B": {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
-                      "num_key_value_heads": 4, "tie_word_embeddings": False, "model_type": "qwen3_moe",
-                      "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-                      "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+RELEASED = {  # hidden, intermediate, layers, heads, key-value heads, tied; parameters as its card counts them
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 596_049_920),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True, 1_720_574_976),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 4_022_468_096),
+    "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 8_190_735_360),
+    "Qwen3-14B": (5120, 17408, 40, 40, 8, False, 14_768_307_200),
+    "Qwen3-32B": (5120, 25600, 64, 64, 8, False, 32_762_123_264),
+    "Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, False, 30_532_122_624),
+    "Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, False, 235_093_634_560),
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def released_config(name):
+    hidden, intermediate, layers, heads, kv_heads, tied, _ = RELEASED[name]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": hidden,
+        "initializer_range": 0.02, "intermediate_size": intermediate, "max_position_embeddings": 40960,
+        "max_window_layers": layers, "model_type": "qwen3", "num_attention_heads": heads, "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": tied, "torch_dtype": "bfloat16", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }
+    if "-A" in name:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "moe_intermediate_size": 1536 if hidden == 4096 else 768, "norm_topk_prob": True,
+            "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        }
+    return config
+
+
+def build(config, device="meta"):
+    return new_model(ModelConfig.from_dict(config, {"eos_token_id": [151645, 151643], "temperature": 0.6}),
+                     device=torch.device(device), dtype=torch.bfloat16, attention_backend=TorchBackend())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_makes_a_model_of_its_size(name):
+    model = build(released_config(name))
+    assert model.num_parameters == RELEASED[name][-1]
+    assert model.config.eos_token_ids == (151645, 151643)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"])
 def test_real_models_load_by_shape_at_true_widths(name, tmp_path):
-    """One layer, a short vocabulary and a quarter of the experts; released configs look like this."""
-    config = {"model_type": "qwen3", "head_dim": 128, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-6,
-              "rope_theta": 1000000, "max_position_embeddings": 64, "torch_dtype": "bfloat16", "rope_scaling": None,
-              "attention_bias": False, "hidden_act": "silu", "sliding_window": None, "use_sliding_window": False,
-              "max_window_layers": 1, "eos_token_id": 151645, "bos_token_id": 151643} | SHAPES[name]
+    """One layer, a short vocabulary and a quarter of the experts."""
+    config = released_config(name) | {"num_hidden_layers": 1, "max_window_layers": 1, "vocab_size": 64}
+    if "num_experts" in config:
+        config["num_experts"] = 32
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = new_model(ModelConfig.from_dict(config), device=torch.device("meta"), dtype=torch.bfloat16,
-                       attention_backend=TorchBackend()).checkpoint_tensors()
-    save_file({k: torch.full(v.shape, 0.01, dtype=torch.bfloat16) for k, v in shapes.items()},
+    shapes = {name: tensor.shape for name, tensor in build(config).checkpoint_tensors().items()}
+    save_file({name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()},
               tmp_path / "model.safetensors")
     driver = PagedDriver(tmp_path, dtype=torch.bfloat16)
     driver.start("r0")
     assert driver.step({"r0": [1, 2, 3]}).isfinite().all()
+
+
+def test_a_model_larger_than_the_free_memory_is_refused_with_the_numbers(single, monkeypatch):
+    monkeypatch.setattr(loader, "free_ram_bytes", lambda: 2**20)
+    with pytest.raises(UserError, match=r"weights take 0\.0 GiB as float32, but this machine has 0\.0 GiB free"):
+        load(single)
+
+
+def test_a_config_that_asks_for_millions_of_experts_is_refused_before_they_are_built(single, monkeypatch):
+    monkeypatch.setattr(loader, "new_model", None)
+    config = json.loads((single / "config.json").read_text()) | {
+        "model_type": "qwen3_moe", "num_hidden_layers": 10**4, "layer_types": None, "num_experts": 10**4,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 1,
+    }  # fmt: skip
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"35 tensors, too few for the 10,000 layers of 10,000 experts"):
+        load(single)

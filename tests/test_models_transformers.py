@@ -1,6 +1,8 @@
 """Random models beside transformers: dense, mixture and hybrid, in every way a request can be computed."""
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 import torch
@@ -189,3 +191,32 @@ def test_the_longest_request_that_a_config_promises_costs_no_memory(models):
     model = new_model(config, device=torch.device("cpu"), dtype=torch.float32, attention_backend=TorchBackend())
     held = [value for value in vars(model.rotary).values() if isinstance(value, torch.Tensor)]
     assert sum(tensor.numel() for tensor in held) == config.head_dim
+
+
+ROPE = {"rope_theta": 1e4, "rope_scaling": None}
+OTHER_CONFIGS = {
+    "as released": ROPE | {"torch_dtype": "float32", "use_sliding_window": False, "sliding_window": 4,
+                           "max_window_layers": 1, "attention_dropout": 0.1},
+    "as saved today": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "dtype": "float32"},
+    "unscaled by name": {"rope_theta": 1e4, "rope_scaling": {"type": "default"}},
+    "a window": ROPE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None},
+    "a window that is longer than the text": ROPE | {"use_sliding_window": True, "sliding_window": 99,
+                                                     "max_window_layers": 0},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_same_folder_means_the_same_model_to_transformers(models, tmp_path, kind, name):
+    transformers = pytest.importorskip("transformers")
+    directory, _ = models[kind]
+    changes = OTHER_CONFIGS[name]
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    for field in ("rope_parameters", "rope_theta", "dtype", "layer_types"):
+        config.pop(field, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    driver, prompt = PagedDriver(tmp_path), random_ids(30, seed=3)
+    driver.start("r0")
+    assert_near(driver.step({"r0": prompt}, all_positions=True), expected_logits(model, prompt))

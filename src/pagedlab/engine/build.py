@@ -15,13 +15,14 @@ from pagedlab.errors import UserError, notice
 from pagedlab.kv.grouping import get_kv_cache_groups
 from pagedlab.kv.initialize import bytes_per_block, get_kv_cache_config, initialization_events, resolve_max_model_len
 from pagedlab.kv.specs import KVCacheConfig, KVCacheGroupSpec
+from pagedlab.memory import free_ram_bytes
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.resolve import display_name, resolve_model
 from pagedlab.sched.scheduler import Scheduler
 from pagedlab.trace.events import EngineSnapshot, Scalar
 from pagedlab.trace.tracer import trace
 from pagedlab.wording import plural
-from pagedlab.worker.kv_memory import Available, free_ram_bytes
+from pagedlab.worker.kv_memory import Available
 from pagedlab.worker.worker import Worker
 
 

@@ -100,7 +100,9 @@ class Tokenizer:
 
         template, names = self._chat_template
         try:
-            text: str = template.render(messages=messages, add_generation_prompt=True, **names)
+            text: str = template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **names
+            )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as e:
             raise UserError(f"the chat template of {self.model_dir} refused the messages: {e}") from e
         return text

@@ -28,7 +28,7 @@ class ModelConfig:
         layer_types: per layer, ``full_attention`` or ``sliding_attention``.
         sliding_window: tokens a query of a sliding layer sees, itself included; None if no layer slides.
         num_experts: 0 for a dense model.
-        eos_token_ids: end-of-text ids of config.json and generation_config.json together.
+        eos_token_ids: end-of-text ids of config.json, then those that only generation_config.json has.
     """
 
     model_type: str
@@ -73,8 +73,8 @@ class ModelConfig:
         """Read ``config.json`` and, if there is one, ``generation_config.json``.
 
         Raises:
-            UserError: no such directory, no or invalid config.json, a family other than Qwen3 and
-                Qwen3-MoE, a field that is missing or impossible, no RoPE base, scaled RoPE.
+            UserError: no such directory, no or invalid config.json, a family other than Qwen3 and Qwen3-MoE,
+                quantized weights, a field that is missing or impossible, no RoPE base, scaled or partial RoPE.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -95,6 +95,7 @@ class ModelConfig:
                 f"{where} describes a model of type {model_type!r}: "
                 f"pagedlab runs {' and '.join(MODEL_TYPES)} checkpoints."
             )
+        _refuse_quantized(config, where)
         read = _Reader(config, where)
         num_layers, num_heads = read.count("num_hidden_layers", most=MOST_MODULES), read.count("num_attention_heads")
         num_kv_heads = read.count("num_key_value_heads", num_heads)
@@ -127,7 +128,7 @@ class ModelConfig:
             dtype=_dtype(config, where),
             layer_types=layer_types,
             sliding_window=window,
-            eos_token_ids=_eos_token_ids(where, read.count("vocab_size"), config, generation_config or {}),
+            eos_token_ids=_eos_token_ids(read, generation_config or {}),
             **(_moe_fields(read, num_layers) if model_type == "qwen3_moe" else {}),
         )
 
@@ -159,6 +160,16 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
             raise UserError(f"{self.where}: {name} is {value!r}, but it must be a positive number.")
         return float(value)
+
+
+def _refuse_quantized(config: dict[str, Any], where: str) -> None:
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UserError(
+            f"{where} describes quantized weights ({method or 'of an unnamed kind'}): use the checkpoint that is not "
+            f"quantized, in {', '.join(FILE_DTYPES[:-1])} or {FILE_DTYPES[-1]}."
+        )
 
 
 def _attention_of_layers(read: _Reader, model_type: str, num_layers: int) -> tuple[int | None, tuple[str, ...]]:
@@ -202,7 +213,14 @@ def _rope_theta(read: _Reader) -> float:
             raise UserError(f"{where}: {name} is {rope!r}, but it must be a JSON object.")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
-            raise UserError(f"{where}: RoPE of type {rope_type!r} is not supported, only unscaled RoPE.")
+            raise UserError(
+                f"{where}: {name} asks for RoPE of type {rope_type!r}, but pagedlab has only the unscaled kind: "
+                "remove it if it was added for requests longer than the model was trained on."
+            )
+    for rope in (config, parameters, scaling):
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            raise UserError(f"{where}: partial_rotary_factor is {rope['partial_rotary_factor']!r}, "
+                            "but Qwen3 turns its heads as a whole.")
     bases = [rope["rope_theta"] for rope in (config, parameters) if rope.get("rope_theta") is not None]
     given = {read.number("rope_theta", base) for base in bases}
     if not given:
@@ -222,19 +240,20 @@ def _dtype(config: dict[str, Any], where: str) -> str:
     return dtype
 
 
-def _eos_token_ids(where: str, vocab_size: int, *configs: dict[str, Any]) -> tuple[int, ...]:
-    """An id or a list of ids in either file; all of them end a text.
+def _eos_token_ids(read: _Reader, generation_config: dict[str, Any]) -> tuple[int, ...]:
+    """An id or a list of ids in either file, in this order; all of them end a text, the first as its proper end.
 
     Small checkpoints made for tests often keep the ids of a large vocabulary, which never come up.
     """
-    ids: set[int] = set()
-    for config in configs:
+    ids: dict[int, None] = {}
+    files = {read.where: read.config, f"generation_config.json beside {read.where}": generation_config}
+    for where, config in files.items():
         given = config.get("eos_token_id")
         several = given if isinstance(given, list) else [] if given is None else [given]
         if wrong := [i for i in several if type(i) is not int or i < 0]:
             raise UserError(f"{where}: eos_token_id has {wrong[0]!r}, but ids are whole numbers of 0 or more.")
-        ids.update(i for i in several if i < vocab_size)
-    return tuple(sorted(ids))
+        ids |= dict.fromkeys(i for i in several if i < read.count("vocab_size"))
+    return tuple(ids)
 
 
 def _moe_fields(read: _Reader, num_layers: int) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from pagedlab.attention.backends import AttentionBackend
 from pagedlab.errors import UserError, notice
+from pagedlab.memory import free_ram_bytes
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.layers import MergedLinear
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
+from pagedlab.wording import plural
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -47,6 +49,7 @@ def load_model(
             config has no place for, or that has another shape than the config says or is quantized.
     """
     stored = read_headers(Path(model_dir))
+    _count(stored, model_config, Path(model_dir))
     model = new_model(model_config, device=device, dtype=dtype, attention_backend=attention_backend)
     targets = model.checkpoint_tensors()
     _compare(stored, targets, model_config, Path(model_dir))
@@ -92,13 +95,20 @@ def new_model(
     """
     model_class = Qwen3MoeForCausalLM if model_config.num_experts else Qwen3ForCausalLM
     try:
-        return model_class(model_config, attention_backend, dtype, device).eval()
+        model = model_class(model_config, attention_backend, dtype, device).eval()
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
         if "memory" not in str(error) and "overflow" not in str(error):
             raise
         raise UserError(
             f"the weights do not fit into the memory of this {device.type} device: choose a smaller model or dtype."
         ) from None
+    needed, free = model.num_parameters * dtype.itemsize, free_ram_bytes()
+    if device.type == "cpu" and needed > free:  # the system promised the memory, and would end us as it is filled
+        raise UserError(
+            f"the weights take {needed / 2**30:,.1f} GiB as {str(dtype).removeprefix('torch.')}, but this machine has "
+            f"{free / 2**30:,.1f} GiB free: choose a smaller model or dtype."
+        )
+    return model
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
@@ -147,6 +157,17 @@ def _read_header(shard: Path) -> dict[str, StoredTensor]:
     return stored
 
 
+def _count(stored: dict[str, StoredTensor], config: ModelConfig, model_dir: Path) -> None:
+    """A glance before anything is built: a config may ask for millions of experts."""
+    layers = range(config.num_hidden_layers)
+    least = len(layers) + config.num_experts * sum(map(config.is_moe_layer, layers))
+    if len(stored) < least:
+        raise UserError(
+            f"{model_dir} holds {plural(len(stored), 'tensor')}, too few for the {plural(len(layers), 'layer')} "
+            f"{f'of {config.num_experts:,} experts ' if config.num_experts else ''}that its config.json asks for."
+        )
+
+
 def _compare(
     stored: dict[str, StoredTensor], targets: dict[str, Tensor], config: ModelConfig, model_dir: Path
 ) -> None:
@@ -168,5 +189,6 @@ def _compare(
     known = {*targets, "lm_head.weight"} if config.tie_word_embeddings else targets
     if extra := sorted(name for name in stored if name not in known and not name.endswith(".inv_freq")):
         raise UserError(
-            f"{model_dir} holds {len(extra)} tensors that its config.json has no place for, such as {extra[0]}."
+            f"{model_dir} holds {plural(len(extra), 'tensor')} that its config.json has no place for, "
+            f"such as {extra[0]}."
         )

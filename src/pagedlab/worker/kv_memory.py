@@ -6,9 +6,7 @@ gpu_model_runner.py, initialize_kv_cache_tensors).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ import torch
 from pagedlab.attention.layer import Attention
 from pagedlab.config import EngineConfig
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
+from pagedlab.memory import free_ram_bytes
 from pagedlab.trace.events import KvAllocated, Scalar
 from pagedlab.trace.tracer import trace
 
@@ -42,16 +41,6 @@ def share_of_free_ram(config: EngineConfig, specs: Mapping[str, AttentionSpec], 
         "most_that_full_seats_use": most,
     }
     return min(int(free * SHARE_OF_FREE_RAM), most), "share_of_free_ram", terms
-
-
-def free_ram_bytes() -> int:
-    """What the system can give without swapping; half of all memory where it does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> Available:
