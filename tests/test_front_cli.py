@@ -263,7 +263,9 @@ def test_a_trace_that_lost_a_request_is_no_page_and_one_sentence(pagedlab, tmp_p
     records = trace.read_text().splitlines(keepends=True)
     damaged.write_text("".join(r for r in records if '"kind":"request_added"' not in r))
     status, out, err = pagedlab("view", str(damaged))
-    assert (status, out, err.count("\n")) == (2, "", 1) and "does not fit the state before it" in err
+    lacking, error = err.splitlines()
+    assert (status, out) == (2, "") and "notice" in lacking and "it lacks 1 record before" in lacking
+    assert error.startswith("pagedlab: ") and "does not fit the state before it" in error
     assert not damaged.with_suffix(".html").exists()
 
 
