@@ -1,4 +1,4 @@
-"""The events about the flat batch, built from its tensors; called only inside a guard."""
+"""The events about rows and about the flat batch, built from its tensors; called only inside a guard."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ from collections.abc import Iterator
 
 from pagedlab.kernels.jit import How
 from pagedlab.kernels.slot_mapping import slot_chain
-from pagedlab.trace.events import BatchOrdered, Event, InputsPrepared, SlotsMapped, TablesGathered
+from pagedlab.trace.events import BatchOrdered, Event, InputsPrepared, RowAssigned, SlotsMapped, TablesGathered
 from pagedlab.worker.input_batch import InputBatch
+from pagedlab.worker.requests import CachedRequestState
+
+
+def row_assigned(request: CachedRequestState, row: int) -> RowAssigned:
+    return RowAssigned(
+        request_id=request.req_id, row=row, block_ids=[list(ids) for ids in request.block_ids],
+        num_computed_tokens=request.num_computed_tokens,
+    )  # fmt: skip
 
 
 def batch_events(

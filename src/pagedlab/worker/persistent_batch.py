@@ -15,8 +15,9 @@ import torch
 from pagedlab.kernels.jit import PointerTable
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.sched.output import SchedulerOutput
-from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved, RowsStaged, RowState
+from pagedlab.trace.events import BlocksAppended, RowFreed, RowMoved, RowsStaged, RowState
 from pagedlab.trace.tracer import trace
+from pagedlab.worker.batch_events import row_assigned
 from pagedlab.worker.block_table import BlockTable
 from pagedlab.worker.flat_indices import FlatIndices, flatten_batch, token_indices
 from pagedlab.worker.input_batch import InputBatch
@@ -133,23 +134,14 @@ class PersistentBatchRunner(GPUModelRunner):
         for request in to_seat:
             row = batch.add_request(request)
             if trace.blocks:
-                trace.emit(
-                    RowAssigned(
-                        request_id=request.req_id,
-                        row=row,
-                        block_ids=[list(ids) for ids in request.block_ids],
-                        num_computed_tokens=request.num_computed_tokens,
-                    )
-                )
+                trace.emit(row_assigned(request, row))
         for req_id, from_row, row in batch.condense():
             if trace.blocks:
                 trace.emit(RowMoved(request_id=req_id, from_row=from_row, row=row))
 
     def _free_row(self, req_id: str, why: Literal["finished", "not_scheduled", "preempted"]) -> None:
         row = self.batch.remove_request(req_id)
-        if row is None:
-            return
-        if trace.blocks:
+        if trace.blocks and row is not None:
             trace.emit(RowFreed(request_id=req_id, row=row, why=why))
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:

@@ -12,8 +12,9 @@ import torch
 
 from pagedlab.kv.specs import KVCacheConfig
 from pagedlab.sched.output import SchedulerOutput
-from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowsStaged, RowState
+from pagedlab.trace.events import BlocksAppended, RowFreed, RowsStaged, RowState
 from pagedlab.trace.tracer import trace
+from pagedlab.worker.batch_events import row_assigned
 from pagedlab.worker.block_tables import BlockTables
 from pagedlab.worker.flat_indices import flatten_batch, token_indices
 from pagedlab.worker.input_batch import InputBatch
@@ -59,31 +60,19 @@ class StateTableRunner(GPUModelRunner):
 
         num_bytes = table.apply_staged_writes() + self.block_tables.apply_staged_writes()
         if trace.blocks:
-            trace.emit(
-                RowsStaged(
-                    rows=touched, num_bytes=num_bytes, what=["token_ids", "num_computed_tokens", "block_tables"]
-                )
-            )
+            what = ["token_ids", "num_computed_tokens", "block_tables"]
+            trace.emit(RowsStaged(rows=touched, num_bytes=num_bytes, what=what))
 
     def _assign_row(self, request: CachedRequestState) -> int:
         row = self.request_table.add_request(request)
         self.block_tables.append_block_ids(row, request.block_ids, overwrite=True)
         if trace.blocks:
-            trace.emit(
-                RowAssigned(
-                    request_id=request.req_id,
-                    row=row,
-                    block_ids=[list(ids) for ids in request.block_ids],
-                    num_computed_tokens=request.num_computed_tokens,
-                )
-            )
+            trace.emit(row_assigned(request, row))
         return row
 
     def _free_row(self, req_id: str, why: Literal["finished", "preempted"]) -> None:
         row = self.request_table.remove_request(req_id)
-        if row is None:
-            return
-        if trace.blocks:
+        if trace.blocks and row is not None:
             trace.emit(RowFreed(request_id=req_id, row=row, why=why))
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
