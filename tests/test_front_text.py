@@ -138,12 +138,36 @@ def test_a_chat_template_runs_in_a_sandbox(tokenizer, tmp_path):
         Tokenizer(tmp_path).apply_chat_template(chat)
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ messages | tojson(x=1) }}"])
+@pytest.mark.parametrize("template", [
+    "{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ messages | tojson(x=1) }}", "{{ 'a' * 10**15 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"{{ '\ud800' }}",
+])
 def test_a_chat_template_that_fails_is_one_sentence(tmp_path, template):
     shutil.copy(EMBEDDED_DIR / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match="refused the messages"):
         Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("chat_template.jinja", b"{{" + b"(" * 3000, "is not valid: maximum recursion"),
+    ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as text"),
+    ("tokenizer_config.json", b"[" * 100_000, r"tokenizer_config\.json is not JSON"),
+    ("tokenizer_config.json", b"\xff", r"tokenizer_config\.json cannot be read as text"),
+    ("tokenizer_config.json", b'{"eos_token": {}}', "has no chat template"),
+])
+def test_a_chat_template_that_cannot_be_read_is_one_sentence(tmp_path, name, content, message):
+    shutil.copy(EMBEDDED_DIR / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_a_special_token_without_content_is_empty_in_a_chat_template(tmp_path):
+    shutil.copy(EMBEDDED_DIR / "tokenizer.json", tmp_path)
+    config = {"chat_template": "<{{ eos_token }}>", "eos_token": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer(tmp_path).apply_chat_template([]) == "<>"
 
 
 def test_a_tokenizer_config_that_is_no_object_is_refused(tmp_path):

@@ -96,15 +96,15 @@ class Tokenizer:
         Raises:
             UserError: the model has no template, or the template refuses the messages.
         """
-        from jinja2 import TemplateError
-
         template, names = self._chat_template
         try:
             text: str = template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **names
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as e:
-            raise UserError(f"the chat template of {self.model_dir} refused the messages: {e}") from e
+            text.encode()  # a template may write half a character
+        except Exception as e:  # it is a stranger's code
+            why = str(e) or type(e).__name__
+            raise UserError(f"the chat template of {self.model_dir} refused the messages: {why}") from e
         return text
 
     @functools.cached_property
@@ -115,13 +115,13 @@ class Tokenizer:
 
         path = self.model_dir / "tokenizer_config.json"
         try:
-            config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        except ValueError as e:
+            config = json.loads(_text(path) or "{}")
+        except (ValueError, RecursionError) as e:
             raise UserError(f"{path} is not JSON: {e}") from e
         if not isinstance(config, dict):
             raise UserError(f"{path} holds a {type(config).__name__}, but it must be a JSON object.")
-        beside = self.model_dir / "chat_template.jinja"
-        source = beside.read_text("utf-8") if beside.is_file() else config.get("chat_template")
+        beside = _text(self.model_dir / "chat_template.jinja")
+        source = config.get("chat_template") if beside is None else beside
         if not isinstance(source, str):
             raise UserError(f"the model in {self.model_dir} has no chat template: leave out --chat.")
         environment = ImmutableSandboxedEnvironment(
@@ -131,15 +131,23 @@ class Tokenizer:
         environment.globals["raise_exception"] = _raise_template_error
         try:
             template = environment.from_string(source)
-        except TemplateError as e:
+        except (TemplateError, RecursionError) as e:
             raise UserError(f"the chat template of {self.model_dir} is not valid: {e}") from e
         names = {k: _content(v) for k, v in config.items() if k.endswith("_token") and v is not None}
         return template, names
 
 
+def _text(path: Path) -> str | None:
+    """What a file says, None if there is none."""
+    try:
+        return path.read_text("utf-8") if path.is_file() else None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read as text: {e}") from e
+
+
 def _content(token: object) -> str:
     """tokenizer_config.json writes a token as text, or as an object with its content."""
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _raise_template_error(message: str) -> None:
