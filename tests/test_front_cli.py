@@ -319,6 +319,22 @@ def test_no_command_shows_the_help_and_says_so(pagedlab):
     assert status == 2 and "scenarios" in out and err == "pagedlab: no command given. See pagedlab --help.\n"
 
 
+def test_a_misspelled_command_is_answered_with_the_right_one(pagedlab):
+    status, _, err = pagedlab("trce", "x")
+    assert status == 2 and err == "pagedlab: No such command 'trce'. Did you mean 'trace'? See pagedlab --help.\n"
+
+
+def test_why_answers_about_a_slot_and_without_a_request_names_them(pagedlab, tmp_path):
+    file = str(tmp_path / "t.jsonl")
+    pagedlab(*TRACE, "--out", file)
+    status, out, _ = pagedlab("why", file, "--slot", "18")
+    assert status == 0 and "written with position 2 of r0, ' a'" in out
+    assert json.loads(pagedlab("why", file, "--slot", "18", "--json")[1])["writes"][0]["step"] == 0
+    status, _, err = pagedlab("why", file)
+    assert status == 2 and err == "pagedlab: name a request, or a slot with --slot: this trace has 1 request, r0.\n"
+    assert pagedlab("why", file, "r0", "--slot", "18")[0] == 2
+
+
 def test_a_trace_that_cannot_be_written_is_not_said_to_be_anywhere(pagedlab, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     status, _, err = pagedlab(*TRACE, "--out", str(tmp_path / "loop"))

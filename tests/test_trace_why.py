@@ -180,13 +180,13 @@ def test_a_journey_has_a_line_per_change_and_sums_that_are_true():
     answer = why(told("no-admission"), "r1")
     assert answer.lines == [
         "before step 0: added with 8 tokens",
-        "step 0: admitted: got all 8 tokens it lacked",
+        "step 0: admitted: got all 8 tokens it lacked; no prefix hit: no block with this key was ever cached",
         "step 1: preempted for itself, 8 tokens of KV lost (chosen: the last of the running list)",
         "steps 2-4: not scheduled: 1 token needs 3 blocks (1 new + 2 hit but free) and 2 are free",
         "step 5: not scheduled: 5 tokens need 3 blocks (2 new + 1 hit but free) and 1 is free",
         answer.lines[5],
         "steps 7-10: 1 token each",
-        "step 10: finished: length after 8 + 6 tokens",
+        "step 10: finished: length after 8 prompt and 6 output tokens",
         answer.lines[8],
     ]
     assert answer.lines[5].startswith("step 6: admitted: 4 tokens from the prefix cache, got all 5 tokens it lacked; "

@@ -75,7 +75,8 @@ def main() -> None:
     except UserError as error:
         _fail(str(error))
     except _UsageError as error:
-        _fail(f"{error.format_message().rstrip('.') or 'no command given'}. See pagedlab {_command_of(error)}--help.")
+        what = error.format_message().rstrip(".") or "no command given"
+        _fail(f"{what}{'' if what.endswith('?') else '.'} See pagedlab {_command_of(error)}--help.")
     except _ClickException as error:
         _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):

@@ -11,6 +11,7 @@ import typer
 
 from pagedlab.errors import UserError, notice
 from pagedlab.trace.events import LEVELS
+from pagedlab.wording import plural
 
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="A saved trace: .jsonl or .jsonl.zst.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -39,16 +40,30 @@ def replay(
 
 def why(
     trace: TracePath,
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="A request id, r0 for example.")],
+    request: Annotated[str | None, typer.Argument(metavar="REQUEST", help="A request id, r0 for example.")] = None,
     step: Annotated[int | None, typer.Option(help="What was decided about it in this step; else its journey.")] = None,
+    slot: Annotated[
+        int | None, typer.Option(help="Instead of a request: what this slot of the cache held, and when.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why a request waited, got fewer tokens, was preempted or missed the prefix cache."""
+    """Why a request waited, got fewer tokens, was preempted or missed the prefix cache; what a slot held."""
+    from pagedlab.trace.slot import slot_history
     from pagedlab.trace.trace import Trace
     from pagedlab.trace.why import why as explain
     from pagedlab.viz.text import safe
 
-    answer = explain(Trace.load(trace), request, step)
+    loaded = Trace.load(trace)
+    if slot is not None:
+        if request is not None or step is not None:
+            raise UserError("--slot asks about the cache: leave out the request and --step.")
+        answer = slot_history(loaded, slot)
+    elif request is None:
+        there = plural(len(loaded.requests), "request") + "".join(f", {name}" for name in list(loaded.requests)[:8])
+        more = ", …" if len(loaded.requests) > 8 else ""
+        raise UserError(f"name a request, or a slot with --slot: this trace has {there}{more}.")
+    else:
+        answer = explain(loaded, request, step)
     if as_json:
         print(json.dumps(answer.data))
         return

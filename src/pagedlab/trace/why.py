@@ -26,6 +26,7 @@ from pagedlab.trace.events import (
     SlotsRefused,
     StepScheduled,
     StepStarted,
+    TokensSampled,
 )
 from pagedlab.trace.trace import StepTrace, Trace, request_ids_of
 from pagedlab.wording import plural
@@ -86,9 +87,11 @@ def explain_step(trace: Trace, request_id: str, step: StepTrace) -> Answer:
                            num_tokens_lost=preempted.num_tokens_lost)
     if considered is None and preempted is None:
         _explain_absence(trace, request_id, step, answer)
+    texts = {e.token_id: e.text for e in mine if type(e) is TokensSampled}
     for event in mine:
         if type(event) is RequestOutput and event.new_token_ids:
-            answer.lines.append(f"The step brought it token {', '.join(map(str, event.new_token_ids))}.")
+            tokens = (f"{i}" if texts.get(i) is None else f"{i} {texts[i]!r}" for i in event.new_token_ids)
+            answer.lines.append(f"The step brought it token {', '.join(tokens)}.")
         elif type(event) is RequestFinished and event.finish_reason != "abort":
             answer.lines.append(f"It finished in this step ({_finish_words(event)}).")
         elif type(event) is RequestAborted:
@@ -207,14 +210,7 @@ def _prefix_lines(e: PrefixMatched) -> list[str]:
     ids = "; ".join(_list(map(str, ids)) for ids in e.block_ids if ids)
     if ids:
         hit += f" (block {ids})"
-    rest = e.num_tokens - e.num_computed_tokens
-    if e.why == "partial_block":
-        what = f"the rest, {_tokens(rest)}," if e.num_computed_tokens else f"all its {_tokens(e.num_tokens)}"
-        because = f"{what} cannot fill a block of {e.block_size}, and only full blocks are reusable"
-    elif e.why == "last_token_must_be_computed":
-        because = f"the last token must be computed to get logits, and hits are whole blocks, so {_tokens(rest)} remain"
-    else:
-        because = PREFIX_STOPS.get(e.why, e.why)
+    because = _why_no_more(e)
     lines = [f"{hit}; it stopped at block {e.stopped_at_block}: {because}."]
     if e.why in ("caching_off", "prompt_logprobs"):
         return [f"Prefix cache: not asked, {because}."]
@@ -226,6 +222,16 @@ def _prefix_lines(e: PrefixMatched) -> list[str]:
     if e.group is not None and len(e.block_ids) > 1:
         lines.append(f"KV-cache group {e.group} is the one that cut the hit.")
     return lines
+
+
+def _why_no_more(e: PrefixMatched) -> str:
+    rest = e.num_tokens - e.num_computed_tokens
+    if e.why == "partial_block":
+        what = f"the rest, {_tokens(rest)}," if e.num_computed_tokens else f"all its {_tokens(e.num_tokens)}"
+        return f"{what} cannot fill a block of {e.block_size}, and only full blocks are reusable"
+    if e.why == "last_token_must_be_computed":
+        return f"the last token must be computed to get logits, and hits are whole blocks, so {_tokens(rest)} remain"
+    return PREFIX_STOPS.get(e.why, e.why)
 
 
 _DIFFERS = {
@@ -334,11 +340,13 @@ def _rows_of_event(trace: Trace, request_id: str, e: Event) -> list[_Row]:
 
 
 def _lost_hit(trace: Trace, admitted: RequestConsidered) -> str:
-    """Where the prefix cache had something close, why it was not that."""
+    """Why the prefix cache gave nothing, or, where it had something close, why it was not that."""
     mine = [e for e in trace.steps[admitted.step] if getattr(e, "request_id", None) == admitted.request_id]
     matched = _last(mine, PrefixMatched)
-    if matched is None or (matched.why not in ("evicted", "reset") and matched.key_differs is None):
+    if matched is None:
         return ""
+    if matched.why not in ("evicted", "reset") and matched.key_differs is None:
+        return "" if matched.num_computed_tokens else f"; no prefix hit: {_why_no_more(matched)}"
     sentence = _prefix_lines(matched)[-1].rstrip(".")
     return f"; the hit stopped at block {matched.stopped_at_block}: {sentence[0].lower()}{sentence[1:]}"
 
@@ -433,7 +441,7 @@ def _whom(e: RequestPreempted) -> str:
 def _finish_words(e: RequestFinished) -> str:
     reason = e.finish_reason if e.stop_reason is None else f"{e.finish_reason} at {e.stop_reason!r}"
     numbers = f"; {_list(f'{k} {v}' for k, v in e.numbers.items())}" if e.numbers else ""
-    return f"{reason} after {e.num_prompt_tokens} + {_tokens(e.num_output_tokens)}{numbers}"
+    return f"{reason} after {e.num_prompt_tokens} prompt and {plural(e.num_output_tokens, 'output token')}{numbers}"
 
 
 def _last(events: list[Event], cls: type[E]) -> E | None:
