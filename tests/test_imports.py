@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TEXT, ("trace", *TEXT)),
     "engine": (),
     "engine.interrupt": (),
+    "engine.arguments": TEXT,
     # ---- device half
     "kernels": ("trace",),
     "worker.input_batch": (),
@@ -44,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": ("trace", "kernels", "attention", "models"),
     # ---- the whole engine
     "engine.build": ("trace", *CONTROL, "engine.tokenizer", "models.config", "models.resolve", "worker"),
-    "engine.llm": ("trace", *CONTROL, *TEXT, "engine.interrupt", "engine.build"),
+    "engine.llm": ("trace", *CONTROL, *TEXT, "engine.arguments", "engine.interrupt", "engine.build"),
     # ---- beside it
     "scenarios": ("trace", *CONTROL),
     "simulate": ("trace", *CONTROL, "scenarios", "engine.tokenizer", "models.resolve"),

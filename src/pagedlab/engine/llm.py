@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pagedlab.config import EngineConfig
+from pagedlab.engine.arguments import check_request, engine_config, is_one_prompt, one_per_prompt
 from pagedlab.engine.build import build_engine
 from pagedlab.engine.guards import check_at_the_door, id_in_use, refuse
 from pagedlab.engine.input_processor import InputProcessor, ProcessedInput, Prompt
@@ -56,7 +56,7 @@ class LLM:
         Raises:
             UserError: an unknown or impossible knob, no such model, or one that does not fit.
         """
-        self.config = _engine_config(model, config, knobs)
+        self.config = engine_config(model, config, knobs)
         engine = build_engine(self.config)
         self.model_config, self.tokenizer, self.core = engine.model_config, engine.tokenizer, engine.core
         self.max_model_len, self.kv_cache_config = engine.max_model_len, engine.kv_cache_config
@@ -178,8 +178,8 @@ class LLM:
         Raises:
             UserError: a bad prompt or parameter, or an id in use; nothing has changed.
         """
-        (params,) = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, 1)
-        _check_request(request_id, priority, arrival_time, kind)
+        (params,) = one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, 1)
+        check_request(request_id, priority, arrival_time, kind)
         processed = self._process(prompt, params, request_id, priority, arrival_time)
         self._add([processed], kind)
         return processed.request_id
@@ -241,9 +241,9 @@ class LLM:
         inbox: list[RequestOutput],
     ) -> list[str]:
         """Let several prompts in, all or none."""
-        each: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(each))
-        priorities = _one_per_prompt("priority", 0 if priority is None else priority, int, len(each))
+        each: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        params = one_per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(each))
+        priorities = one_per_prompt("priority", 0 if priority is None else priority, int, len(each))
         batch = [self._process(p, s, None, n, None) for p, s, n in zip(each, params, priorities, strict=True)]
         self._add(batch, kind)
         request_ids = [processed.request_id for processed in batch]
@@ -294,49 +294,3 @@ class LLM:
             self.abort(request_ids)
             for request_id in request_ids:
                 del self._inboxes[request_id]
-
-
-def _engine_config(model: str | Path | None, config: EngineConfig | None, knobs: Mapping[str, Any]) -> EngineConfig:
-    if config is not None:
-        if model is not None or knobs:
-            raise UserError("give LLM either a config or a model with knobs, not both.")
-        if not isinstance(config, EngineConfig):
-            raise UserError(f"config must be an EngineConfig, not {type(config).__name__}.")
-        return config
-    unknown = sorted(set(knobs) - set(EngineConfig.field_names()))
-    if unknown:
-        raise UserError(f"LLM has no knob {unknown[0]!r}: it has {', '.join(EngineConfig.field_names())}.")
-    return EngineConfig(model=None if model is None else str(model), **knobs)
-
-
-def _check_request(request_id: object, priority: object, arrival_time: object, kind: object) -> None:
-    """What decides the order of a queue must be comparable, and what names a request a name."""
-    if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise UserError(f"request_id is {request_id!r}: give a text that is not empty, or nothing.")
-    if type(priority) is not int:
-        raise UserError(f"priority is {priority!r}: give a whole number.")
-    if arrival_time is not None and (not isinstance(arrival_time, int | float) or not math.isfinite(arrival_time)):
-        raise UserError(f"arrival_time is {arrival_time!r}: give a number, or nothing.")
-    if kind not in get_args(OutputKind):
-        raise UserError(f"kind is {kind!r}: choose one of {', '.join(get_args(OutputKind))}.")
-
-
-def _is_one_prompt(prompts: object) -> bool:
-    """Text, a dict, or ids; otherwise each member is a prompt."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return True
-    if getattr(prompts, "ndim", None) == 0:  # an array that holds a single number
-        return True
-    first = next(iter(prompts), None) if hasattr(prompts, "__len__") else None
-    return isinstance(first, int) or getattr(first, "ndim", None) == 0
-
-
-def _one_per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:
-    """The same for all prompts, or as many as there are."""
-    each = [given] * count if isinstance(given, kind) or not isinstance(given, Iterable) else list(given)
-    wrong = next((value for value in each if not isinstance(value, kind)), None)
-    if wrong is not None:
-        raise UserError(f"{name} must be {kind.__name__} or a list of them, not {type(wrong).__name__}.")
-    if len(each) != count:
-        raise UserError(f"{name} has {len(each)} entries for {count} prompts: give one for all, or one each.")
-    return each

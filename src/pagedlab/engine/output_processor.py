@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pagedlab.engine.detokenizer import Detokenizer
@@ -240,16 +240,8 @@ class OutputProcessor:
 
 def _copy(output: CompletionOutput) -> CompletionOutput:
     """A snapshot that later steps do not change."""
-    return CompletionOutput(
-        index=output.index,
-        text=output.text,
-        token_ids=list(output.token_ids),
-        cumulative_logprob=output.cumulative_logprob,
-        logprobs=None if output.logprobs is None else list(output.logprobs),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        error=output.error,
-    )
+    logprobs = None if output.logprobs is None else list(output.logprobs)
+    return replace(output, token_ids=list(output.token_ids), logprobs=logprobs)
 
 
 def _delta(child: _Child) -> CompletionOutput:

@@ -138,12 +138,11 @@ class Scheduler:
                             num_free_blocks=self.kv_cache_manager.block_pool.num_free_blocks)
             )
         self._schedule_running(step)
-        if step.preempted:
-            if trace.decisions:
-                for event in whole_waiting(self.waiting, "preemption_this_step"):
-                    trace.emit(event)
-        else:
+        if not step.preempted:
             self._schedule_waiting(step)
+        elif trace.decisions:
+            for event in whole_waiting(self.waiting, "preemption_this_step"):
+                trace.emit(event)
         output = self._make_output(step)
         requests = self.requests
         for request_id, num_tokens in output.num_scheduled_tokens.items():
