@@ -119,6 +119,18 @@ def test_the_command_takes_a_policy_from_the_working_directory(tmp_path):
     assert trace.header.config["policy"] == "mine:ShortestPromptFirst"
 
 
+class KeyIsNoTuple(ShortestPromptFirst):
+    def key(self, request):
+        return request.num_prompt_tokens
+
+
+def test_a_key_that_is_no_tuple_is_one_sentence_and_nothing_is_added():
+    shape = Shape(policy=f"{__name__}:KeyIsNoTuple")
+    core = shape.engine_core()
+    with pytest.raises(UserError, match=r"the policy's key of a is 3: return a tuple, \(3,\) for example"):
+        core.add_request(shape.request("a", [1, 2, 3], max_tokens=2))
+
+
 # ------------------------------------------------------------------ the built-in ones
 
 

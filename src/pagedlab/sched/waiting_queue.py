@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from pagedlab.errors import UserError
 from pagedlab.request import Request
 
 Entry = tuple[tuple[Any, ...], int, Request]
@@ -36,6 +37,8 @@ class WaitingQueue:
 
     def _push(self, request: Request, sequence: int) -> None:
         key = self._key(request)
+        if not isinstance(key, tuple):
+            raise UserError(f"the policy's key of {request.request_id} is {key!r}: return a tuple, ({key!r},) for example.")
         self.latest_key = (*key, sequence)
         heapq.heappush(self._heap, (key, sequence, request))
 
