@@ -38,7 +38,8 @@ class WaitingQueue:
     def _push(self, request: Request, sequence: int) -> None:
         key = self._key(request)
         if not isinstance(key, tuple):
-            raise UserError(f"the policy's key of {request.request_id} is {key!r}: return a tuple, ({key!r},) for example.")
+            what = f"the policy's key of {request.request_id} is {key!r}"
+            raise UserError(f"{what}: return a tuple, ({key!r},) for example.")
         self.latest_key = (*key, sequence)
         heapq.heappush(self._heap, (key, sequence, request))
 
