@@ -45,9 +45,10 @@ def test_a_missing_shard_is_named(sharded):
 
 
 def test_a_shard_whose_name_no_file_can_have_is_missing(sharded):
-    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
-    with pytest.raises(UserError, match=r"lacks x+, which"):
-        load(sharded)
+    for name, shown in (("x" * 300, "x{300}"), ("x" * 5_000, "x{299}…"), ("\n", "\ufffd")):
+        (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(UserError, match=f"lacks {shown}, which"):
+            load(sharded)
 
 
 @pytest.mark.parametrize("shard", [3, "../model.safetensors", "/etc/passwd", ""])
@@ -153,6 +154,12 @@ def test_more_layers_than_the_config_has_are_refused(single):
     config = json.loads((single / "config.json").read_text())
     (single / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": None}))
     with pytest.raises(UserError, match=r"no place for, such as model\.layers\.2\."):
+        load(single)
+
+
+def test_a_strange_name_in_the_file_is_printed_safely(single):
+    rewrite(single, lambda t: t.update({"\x1b[31m" + "x" * 5_000: torch.zeros(1)}))
+    with pytest.raises(UserError, match=r"no place for, such as \ufffd\[31mx+…\.$"):
         load(single)
 
 

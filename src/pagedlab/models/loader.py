@@ -22,7 +22,7 @@ from pagedlab.models.config import ModelConfig
 from pagedlab.models.layers import MergedLinear
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
 from pagedlab.models.qwen3_moe import Qwen3MoeForCausalLM
-from pagedlab.wording import plural
+from pagedlab.wording import plural, printable
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -126,7 +126,9 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     else:
         raise UserError(f"{model_dir} has no weights: it needs {SINGLE_NAME} or {INDEX_NAME} with its shards.")
     if missing := [shard for shard in shards if not os.path.isfile(model_dir / shard)]:  # any name may stand there
-        raise UserError(f"{model_dir} lacks {missing[0]}, which {INDEX_NAME} names: copy or download it again.")
+        raise UserError(
+            f"{model_dir} lacks {printable(missing[0])}, which {INDEX_NAME} names: copy or download it again."
+        )
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         stored |= _read_header(model_dir / shard)
@@ -190,5 +192,5 @@ def _compare(
     if extra := sorted(name for name in stored if name not in known and not name.endswith(".inv_freq")):
         raise UserError(
             f"{model_dir} holds {plural(len(extra), 'tensor')} that its config.json has no place for, "
-            f"such as {extra[0]}."
+            f"such as {printable(extra[0])}."
         )
