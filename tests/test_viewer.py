@@ -15,8 +15,9 @@ import pytest
 from pagedlab.conformance.scheduler import Replay
 from pagedlab.errors import UserError
 from pagedlab.figures.record import record, stored
+from pagedlab.scenarios.run import run
 from pagedlab.scenarios.scenario import Scenario
-from pagedlab.trace.events import EngineSnapshot, SlotsMapped, kind_of
+from pagedlab.trace.events import EngineSnapshot, SlotsMapped
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
 from pagedlab.viewer import page as viewer_page
@@ -103,19 +104,19 @@ def plain(state):
 
 def shown_events(trace):
     """The events the page has, by its own index."""
-    events = [e for e in trace if e.engine == trace.engine and kind_of(e) != "trace_header"]
-    first = next(i for i, e in enumerate(events) if kind_of(e) == "engine_snapshot")
+    events = [e for e in trace if e.engine == trace.engine and e.kind != "trace_header"]
+    first = next(i for i, e in enumerate(events) if e.kind == "engine_snapshot")
     about, rest = events[:first], events[first + 1 :]
-    return about + [e for e in rest if kind_of(e) not in ("engine_snapshot", "trace_finished")]
+    return about + [e for e in rest if e.kind not in ("engine_snapshot", "trace_finished")]
 
 
 def assert_states_equal(page, trace, indices):
     events = shown_events(trace)
     for index in indices:
-        if events[index].step < 0 and kind_of(events[index]).startswith("kv_"):
+        if events[index].step < 0 and events[index].kind.startswith("kv_"):
             continue  # before the engine's first state
         page.goto(index)
-        assert page.state() == plain(trace.at(seq=events[index].seq)), f"event {index}: {kind_of(events[index])}"
+        assert page.state() == plain(trace.at(seq=events[index].seq)), f"event {index}: {events[index].kind}"
 
 
 def test_the_viewers_modules_are_all_packed_each_after_those_it_imports_from():
@@ -228,10 +229,45 @@ def test_a_click_on_a_block_tells_its_life(browser, tmp_path):
     page.tab.mouse.click(box["x"] + size * 3.5, box["y"] + size / 2)
     page.inside(".story li").first.wait_for()
     story = page.inside(".story").inner_text()
-    told = [e for e in trace if getattr(e, "block_id", None) == 3 and kind_of(e).startswith("block_")]
+    told = [e for e in trace if getattr(e, "block_id", None) == 3 and e.kind.startswith("block_")]
     assert "Block 3" in story
     assert page.inside(".story li").count() == len(told)
-    assert story.count("handed out") == sum(kind_of(e) == "block_allocated" for e in told)
+    assert story.count("handed out") == sum(e.kind == "block_allocated" for e in told)
+    page.close()
+
+
+def test_the_life_of_a_block_follows_the_moment_until_it_is_forgotten(browser, tmp_path):
+    trace = stored("preemption")
+    write_page(trace, tmp_path / "life.html")
+    page = Page(browser, tmp_path / "life.html")
+    events = shown_events(trace)
+    told = [i for i, e in enumerate(events) if getattr(e, "block_id", None) == 3 and e.kind.startswith("block_")]
+    page.goto(told[0])
+    page.tab.evaluate("viewer.chooseBlock(3)")
+    page.inside(".story li").first.wait_for()
+    for n in (1, 3, len(told)):
+        page.goto(told[n - 1])
+        assert page.inside(".story .past").count() == n
+        owners = trace.at(seq=events[told[n - 1]].seq).ref_counts.get(3, 0)
+        assert f"{owners} owner{'' if owners == 1 else 's'}" in page.inside(".story h3").inner_text()
+    page.tab.keyboard.press("Escape")
+    assert page.inside(".story").inner_text() == ""
+    page.close()
+
+
+def test_what_was_read_for_a_request_that_has_left_is_not_denied(browser, tmp_path):
+    trace = stored("preemption")
+    write_page(trace, tmp_path / "left.html")
+    page = Page(browser, tmp_path / "left.html")
+    events = shown_events(trace)
+    step = next(e.step for e in events if e.kind == "request_finished" and e.request_id == "r0")
+    page.goto(max(i for i, e in enumerate(events) if e.step == step))
+    read = [e for e in events if e.kind == "kv_read" and e.step == step][-1]
+    said = page.inside(".writes").inner_text()
+    blocks = ", ".join(map(str, read.block_ids))
+    assert f"for the queries of r0: blocks {blocks}. It has given its blocks back since." in said
+    assert "r0 holds no blocks at this moment" in page.inside(".lens").inner_text()
+    assert "It holds no blocks." in page.inside(".tables").inner_text(), "r1 was preempted"
     page.close()
 
 
@@ -250,7 +286,7 @@ def test_the_token_lens_shows_the_chain_that_the_worker_recorded(browser, tmp_pa
     events = shown_events(trace)
     index = next(i for i, e in enumerate(events) if isinstance(e, SlotsMapped))
     mapped = events[index]
-    ordered = next(e for e in events[:index][::-1] if kind_of(e) == "batch_ordered")
+    ordered = next(e for e in events[:index][::-1] if e.kind == "batch_ordered")
     page.goto(index)
     for i in (0, 4, 9):
         request_id, position = mapped.request_id[i], mapped.position[i]
@@ -283,7 +319,7 @@ def test_a_record_is_shown_a_field_a_line_and_one_block_is_spoken_of_as_one(brow
     write_page(trace, tmp_path / "page.html")
     page = Page(browser, tmp_path / "page.html")
     events = shown_events(trace)
-    index = next(i for i, e in enumerate(events) if kind_of(e) == "request_added" and e.request_id == "r2")
+    index = next(i for i, e in enumerate(events) if e.kind == "request_added" and e.request_id == "r2")
     page.goto(index)
     raw = page.inside(".raw").inner_text()
     texts = json.loads(raw)["prompt_token_texts"]
@@ -340,10 +376,10 @@ def test_the_lens_shows_the_other_design_as_a_run_of_it_records(browser, tmp_pat
         events = shown_events(trace)
         for step in sorted(s for s in recorded[other].steps if s >= 0):
             mapped = next((e for e in recorded[other].steps[step] if isinstance(e, SlotsMapped)), None)
-            ordered = next((e for e in recorded[other].steps[step] if kind_of(e) == "batch_ordered"), None)
+            ordered = next((e for e in recorded[other].steps[step] if e.kind == "batch_ordered"), None)
             if mapped is None:
                 continue
-            page.goto(next(i for i, e in enumerate(events) if e.step == step and kind_of(e) == "step_scheduled"))
+            page.goto(next(i for i, e in enumerate(events) if e.step == step and e.kind == "step_scheduled"))
             for i in {0, len(mapped.token) // 2, len(mapped.token) - 1}:
                 at = [mapped.request_id[i], mapped.position[i]]
                 page.tab.evaluate(
@@ -379,7 +415,7 @@ def test_the_kernels_reads_are_shown_for_the_chosen_query(browser, tmp_path):
     write_page(trace, path)
     page = Page(browser, path)
     events = shown_events(trace)
-    reads = [(i, e) for i, e in enumerate(events) if kind_of(e) == "kv_read" and e.step == 0 and e.request_id == "r1"]
+    reads = [(i, e) for i, e in enumerate(events) if e.kind == "kv_read" and e.step == 0 and e.request_id == "r1"]
     index, read = reads[-1]
     page.goto(index)
     page.tab.evaluate("viewer.chooseToken(viewer.meta.requests.findIndex((r) => r.id === 'r1'), 3)")
@@ -388,9 +424,9 @@ def test_the_kernels_reads_are_shown_for_the_chosen_query(browser, tmp_path):
     assert page.inside(".writes .seen").count() == 4, "positions 0 to 3"
     assert page.inside(".writes .masked").count() == len(blocks) * 2 - 4
     layers = page.inside(".writes select option").all_inner_texts()
-    assert layers == [e.layer for e in events[:index] if kind_of(e) == "kv_written" and e.step == 0]
+    assert layers == [e.layer for e in events[:index] if e.kind == "kv_written" and e.step == 0]
     page.inside(".writes select").select_option(layers[0])
-    log = next(e for e in events if kind_of(e) == "kv_written" and e.layer == layers[0])
+    log = next(e for e in events if e.kind == "kv_written" and e.layer == layers[0])
     shown = [int(b.inner_text().split()[1]) for b in page.inside(".writes .blocks >> nth=0").locator(".head").all()]
     assert shown == list(dict.fromkeys(log.block_id))
     page.close()
@@ -402,7 +438,7 @@ def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
     write_page(trace, path)
     page = Page(browser, path)
     events = shown_events(trace)
-    at = next(i for i, e in enumerate(events) if kind_of(e) == "request_preempted")
+    at = next(i for i, e in enumerate(events) if e.kind == "request_preempted")
     page.goto(at - 1)
     assert page.inside('[data-queue="running"] .chip').count() == 2
     sliding = page.tab.evaluate(
@@ -413,7 +449,7 @@ def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
     assert sliding >= 1, "the chip slides to its new queue"
     waiting = page.inside('[data-queue="waiting"]').inner_text()
     assert "from running: preempted for r0: the last of the running list" in waiting
-    finished = next(i for i, e in enumerate(events) if kind_of(e) == "request_finished")
+    finished = next(i for i, e in enumerate(events) if e.kind == "request_finished")
     page.goto(finished)
     said = f"{events[finished].request_id}: {events[finished].finish_reason}"
     assert said in page.inside('[data-queue="left"]').inner_text()
@@ -425,7 +461,7 @@ def test_tables_of_several_groups_stand_side_by_side(browser, tmp_path):
     path = tmp_path / "groups.html"
     write_page(trace, path)
     page = Page(browser, path)
-    page.goto(max(i for i, e in enumerate(shown_events(trace)) if kind_of(e) == "slots_allocated"))
+    page.goto(max(i for i, e in enumerate(shown_events(trace)) if e.kind == "slots_allocated"))
     boxes = [g.bounding_box() for g in page.inside(".request >> nth=0").locator(".group").all()]
     assert len(boxes) == 2
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
@@ -481,6 +517,82 @@ def test_everything_can_be_reached_by_keyboard(browser, tmp_path):
     page.close()
 
 
+def test_keys_work_at_once_and_after_every_click(browser, tmp_path):
+    """What was clicked is drawn anew; the focus stays with it, or at least with the viewer."""
+    path = tmp_path / "focus.html"
+    write_page(stored("mixed-batch"), path)
+    page = Page(browser, path)
+    at = "viewer.cursor.event"
+
+    def press(key):
+        page.tab.keyboard.press(key)
+        page.settle()
+
+    page.goto(60)
+    press("ArrowRight")
+    assert page.tab.evaluate(at) == 61, "without a click"
+    places = (".events .row", ".tables .head", ".tables .cell:enabled", ".queues .chip", ".pool", ".play >> nth=0")
+    for i, place in enumerate(places):
+        page.inside(place).first.click()
+        page.tab.evaluate("async () => { viewer.controls.playing = false; await viewer.settled; }")
+        before = page.tab.evaluate(at)
+        press("PageDown")
+        assert page.tab.evaluate(at) > before, place
+        assert page.tab.evaluate("viewer.root.activeElement !== null"), (i, place)
+        page.goto(60)
+    page.close()
+
+
+def test_up_and_down_choose_in_tables_and_events_where_the_tab_key_stops_once(browser, tmp_path):
+    path = tmp_path / "choose.html"
+    write_page(stored("mixed-batch"), path)
+    page = Page(browser, path)
+    for place in (".tables", ".events"):
+        stops = f"[...viewer.root.querySelectorAll('{place}, {place} *')].filter((n) => n.tabIndex === 0).length"
+        assert page.tab.evaluate(stops) == 1, place
+    page.inside(".tables [tabindex='0']").focus()
+    keys = []
+    for _ in range(3):
+        page.tab.keyboard.press("ArrowDown")
+        keys.append(page.tab.evaluate("viewer.root.activeElement.dataset.key"))
+    page.tab.keyboard.press("ArrowUp")
+    assert page.tab.evaluate("viewer.root.activeElement.dataset.key") == keys[1] and len(set(keys)) == 3
+    page.tab.keyboard.press("ArrowRight")  # time goes on, the focus stays
+    page.settle()
+    assert page.tab.evaluate("viewer.root.activeElement.dataset.key") == keys[1]
+    page.inside("input[type=search]").fill("block")
+    rows = [int(row.get_attribute("data-index")) for row in page.inside(".events .row").all()]
+    page.goto(rows[0])
+    page.inside(".events").focus()
+    for expected in (*rows[1:3], rows[1]):
+        page.tab.keyboard.press("ArrowUp" if expected < page.tab.evaluate("viewer.cursor.event") else "ArrowDown")
+        page.settle()
+        assert page.tab.evaluate("viewer.cursor.event") == expected
+    assert page.inside(".events").get_attribute("aria-activedescendant") == f"event-{rows[1]}"
+    page.close()
+
+
+def test_a_lane_chosen_by_key_is_scrolled_to(browser, tmp_path):
+    names = [f"r{i}" for i in range(60)]
+    spec = {"prompt_token_ids": [1, 2], "max_tokens": 2, "sampled_token_ids": [3, 4]}
+    scenario = Scenario.from_document(
+        {"format": "pagedlab-scenario/1", "name": "many", "about": "", "requests": dict.fromkeys(names, spec),
+         "config": {"block_size": 4, "num_blocks": 100}, "script": [{"before_step": 0, "add": names}]},
+        "many",
+    )  # fmt: skip
+    with tracing("blocks") as trace:
+        run(scenario)
+    write_page(trace, tmp_path / "many.html")
+    page = Page(browser, tmp_path / "many.html")
+    page.inside(".lanes").focus()
+    for _ in range(50):
+        page.tab.keyboard.press("ArrowDown")
+    assert page.tab.evaluate("viewer.request") == 49
+    mark, around = page.inside(".lane-mark").bounding_box(), page.inside(".scroll").bounding_box()
+    assert around["y"] <= mark["y"] and mark["y"] + mark["height"] <= around["y"] + around["height"] + 1
+    page.close()
+
+
 def luminance(colour):
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
@@ -517,8 +629,8 @@ def test_the_event_list_filters_by_kind_request_and_block(browser, tmp_path):
     page.goto(max(i for i, e in enumerate(events) if e.step == 2))
     step = [e for e in events if e.step == 2]
     for words, expected in (
-        ("block_freed", [e for e in step if kind_of(e) == "block_freed"]),
-        ("considered r0", [e for e in step if kind_of(e) == "request_considered" and e.request_id == "r0"]),
+        ("block_freed", [e for e in step if e.kind == "block_freed"]),
+        ("considered r0", [e for e in step if e.kind == "request_considered" and e.request_id == "r0"]),
         ("block 4", [e for e in step if getattr(e, "block_id", None) == 4]),
     ):
         page.inside("input[type=search]").fill(words)
@@ -543,7 +655,7 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path):
     text = page.inside(".viewer").inner_text()
     assert "\x1b" not in text and "\u202e" not in text
     assert page.tab.evaluate("document.querySelectorAll('img, svg[onload]').length") == 0
-    added = next(i for i, e in enumerate(shown_events(trace)) if kind_of(e) == "request_added")
+    added = next(i for i, e in enumerate(shown_events(trace)) if e.kind == "request_added")
     page.goto(added)
     assert "</script><script>window.pwned" in page.inside(".raw").inner_text()
     page.close()

@@ -28,6 +28,24 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Before a place is filled anew: what puts the focus back afterwards, on what has the same `data-key`, else on the
+ * viewer, so that keys go on working. @param {HTMLElement} place */
+export function keepFocus(place) {
+  const focused = /** @type {HTMLElement | null} */ (/** @type {ShadowRoot} */ (place.getRootNode()).activeElement);
+  if (!focused || focused === place || !place.contains(focused)) return () => {};
+  return () => {
+    const again = focused.isConnected ? focused : place.querySelector(`[data-key="${focused.dataset.key}"]`) ?? place.closest(".viewer");
+    /** @type {HTMLElement} */ (again).focus({ preventScroll: true });
+  };
+}
+
+/** Put new content into a place. @param {HTMLElement} place @param {(Node | string)[]} children */
+export function refill(place, ...children) {
+  const refocus = keepFocus(place);
+  place.replaceChildren(...children);
+  refocus();
+}
+
 /** @param {string} text */
 export function note(text) {
   return el("p", { class: "note" }, text);

@@ -10,11 +10,21 @@ export class EventList {
   constructor(viewer) {
     this.viewer = viewer;
     this.filterBox = el("input", { type: "search", placeholder: "filter: kind, request or block", "aria-label": "filter events", oninput: () => this.draw() });
-    this.list = el("div", { class: "events", role: "listbox", tabindex: 0, "aria-label": "events of this step" });
+    this.list = el("div", { class: "events", role: "listbox", tabindex: 0, "aria-label": "events of this step", onkeydown: (/** @type {KeyboardEvent} */ e) => this.key(e) });
     this.raw = el("pre", { class: "raw" });
     this.nodes = [
       this.filterBox, this.list, this.raw,
-      el("p", { class: "note keys" }, "Keys: ← → event · shift + ← → step · home, end · space plays · t light or dark · esc forgets what was chosen · in the lanes and in the pool, arrow keys choose.")];
+      el("p", { class: "note keys" }, "Keys: ← → event · shift + ← → step · home, end · space plays · t light or dark · esc forgets what was chosen · tab from panel to panel; in lanes, pool, block tables and events ↑ ↓ choose.")];
+  }
+
+  /** Up and down go along the rows shown. @param {KeyboardEvent} e */
+  key(e) {
+    const by = { ArrowUp: -1, ArrowDown: 1 }[e.key];
+    if (by === undefined) return;
+    e.preventDefault();
+    const rows = [...this.list.querySelectorAll(".row")].map((row) => Number(row.dataset.index));
+    const next = by > 0 ? rows.find((index) => index > this.viewer.goal) : rows.findLast((index) => index < this.viewer.goal);
+    if (next !== undefined) void this.viewer.goto(next);
   }
 
   draw() {
@@ -25,13 +35,15 @@ export class EventList {
     const from = Math.max(0, Math.min(at - MOST_ROWS / 2, matching.length - MOST_ROWS));
     const items = matching.slice(from, from + MOST_ROWS).map((r) => el("button", {
       class: `row${r.index === here ? " here" : r.index > here ? " future" : ""}`,
-      role: "option", "aria-selected": r.index === here, "data-index": r.index, onclick: () => viewer.goto(r.index),
+      role: "option", id: `event-${r.index}`, "aria-selected": r.index === here, tabindex: -1, "data-index": r.index,
+      onclick: () => { this.list.focus({ preventScroll: true }); void viewer.goto(r.index); },
     }, el("code", {}, r.kind), show(` ${summary(r)}`)));
     if (from > 0) items.unshift(note(`… ${from} before`));
     if (matching.length > from + MOST_ROWS) items.push(note(`… ${matching.length - from - MOST_ROWS} more`));
     if (!items.length) items.push(note(words ? "No event of this step matches." : "No events."));
     this.list.replaceChildren(...items);
     const row = this.list.querySelector(".here");
+    this.list.setAttribute("aria-activedescendant", row?.id ?? "");
     if (row) this.list.scrollTop = row.offsetTop - this.list.offsetTop - this.list.clientHeight / 2;
     const { index, ...record } = viewer.current() ?? {};
     this.raw.textContent = index === undefined ? "" : show(JSON.stringify(record)).replaceAll(/,"(?=\w+":)/g, ',\n "');

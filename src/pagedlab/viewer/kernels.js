@@ -1,6 +1,6 @@
 // @ts-check
 /** What the kernels report of themselves: the cells of the cache they wrote, and the blocks they read. */
-import { el, note, plural, show } from "./dom.js";
+import { el, note, plural, refill, show } from "./dom.js";
 
 const MOST_LOGGED = 32; // blocks of one log
 
@@ -17,13 +17,13 @@ export class KernelLogs {
     const { record } = this.viewer.meta.header;
     const written = this.viewer.past().filter((e) => e.kind === "kv_written");
     if (!written.length) {
-      this.element.replaceChildren(note(record === "kernels" ? "Nothing has been written in this step yet." : `Recorded at ${record}; the write log needs --record kernels.`));
+      refill(this.element, note(record === "kernels" ? "Nothing has been written in this step yet." : `Recorded at ${record}; the write log needs --record kernels.`));
       return;
     }
     const log = written.find((e) => e.layer === this.layer) ?? written.at(-1);
-    const select = el("select", { "aria-label": "layer", onchange: () => { this.layer = select.value; this.draw(); } },
+    const select = el("select", { "aria-label": "layer", "data-key": "layer", onchange: () => { this.layer = select.value; this.draw(); } },
       ...written.map((e) => el("option", { value: e.layer, selected: e === log }, show(e.layer))));
-    this.element.replaceChildren(
+    refill(this.element,
       el("label", { class: "note" }, "layer ", select),
       note(show(`Written by ${log.source}: ${plural(log.slot.length, "slot")}. A cell shows the beginning of its checksum; · was not written in this step.`)),
       this.writtenBlocks(log), ...this.readsOf(log));
@@ -32,7 +32,7 @@ export class KernelLogs {
   /** @param {number} block @param {HTMLElement[]} cells @param {string} [kind] */
   blockOf(block, cells, kind = "") {
     return el("div", { class: `block ${kind}`, "data-block": block },
-      el("button", { class: "head", onclick: () => this.viewer.chooseBlock(block) }, `block ${block}`),
+      el("button", { class: "head", "data-key": `${kind}${block}`, onclick: () => this.viewer.chooseBlock(block) }, `block ${block}`),
       el("div", { class: "cells" }, ...cells));
   }
 
@@ -59,8 +59,10 @@ export class KernelLogs {
     if (!chosen) return [];
     const { request, position } = chosen, id = viewer.idOf(request);
     const read = viewer.past().find((e) => e.kind === "kv_read" && e.layer === log.layer && e.request_id === id);
+    if (!read) return [note(show(`The attention of ${log.layer} has not read anything for ${id} in this step yet.`))];
+    const whole = `Read by ${read.source} for the queries of ${id}: block${read.block_ids.length === 1 ? "" : "s"} ${read.block_ids.join(", ")}.`;
     const r = viewer.cursor.state.requests.get(request);
-    if (!read || !r) return [note(show(`The attention of ${log.layer} has not read anything for ${id} in this step yet.`))];
+    if (!r?.tables[log.group].length) return [note(show(`${whole} It has given its blocks back since.`))];
     const window = viewer.meta.groups[log.group]?.window ?? Infinity;
     const size = viewer.meta.block_sizes[log.group], table = r.tables[log.group];
     const cell = (/** @type {number} */ key) => {
@@ -73,7 +75,7 @@ export class KernelLogs {
     const isQuery = viewer.lens.recordedPlace(request, position, log.group) !== null;
     const query = isQuery ? `The query at position ${position} of ${id}` : `No query at position ${position} of ${id} ran in this step; one there`;
     return [
-      note(show(`${query} sees the framed keys. Read by ${read.source} for the queries of ${id}: block${read.block_ids.length === 1 ? "" : "s"} ${read.block_ids.join(", ")}.`)),
+      note(show(`${query} sees the framed keys. ${whole}`)),
       el("div", { class: "blocks" }, ...drawn)];
   }
 }

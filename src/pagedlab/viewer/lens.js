@@ -1,6 +1,6 @@
 // @ts-check
 /** The token lens: the chain of indices from a token to its slot, in both index designs. */
-import { el, note } from "./dom.js";
+import { el, note, show } from "./dom.js";
 import { placeInBatch } from "./model.js";
 
 const DESIGNS = /** @type {const} */ ({ "persistent": "persistent batch", "state-table": "request-state table" });
@@ -33,7 +33,8 @@ export class Lens {
     const { state } = this.viewer.cursor;
     const chosen = this.token();
     if (!chosen || !state.requests.has(chosen.request)) {
-      this.element.replaceChildren(note("Pick a token in a block table to follow it to its slot."));
+      const why = chosen ? `${this.viewer.idOf(chosen.request)} holds no blocks at this moment. ` : "";
+      this.element.replaceChildren(note(show(`${why}Pick a token in a block table to follow it to its slot.`)));
       return;
     }
     const { tables } = state.request(chosen.request);
@@ -105,8 +106,8 @@ export class Lens {
     const block = viewer.cursor.state.request(request).tables[group][logical];
     const links = [link("token", viewer.textAt(request, position), `id ${viewer.meta.requests[request].tokens[position]}`)];
     if (place) {
-      links.push(link("flat index", place.flat, "place in this step's batch"), link("batch row", place.batchRow, "batch_idx"));
-      links.push(link("state row", place.stateRow, place.design === "state-table" ? "idx_mapping[batch row]" : "the same in the persistent batch"));
+      links.push(link("flat index", place.flat, "in this step's batch"), link("batch row", place.batchRow, "batch_idx"));
+      links.push(link("state row", place.stateRow, place.design === "state-table" ? "idx_mapping[batch row]" : "the batch row itself"));
     }
     links.push(link("position", position, "in its own request"), link("logical block", logical, `${position} // ${size}`), link("offset", offset, `${position} % ${size}`));
     if (place) {
@@ -117,7 +118,7 @@ export class Lens {
     }
     if (block === undefined) links.push(link("block", "none yet", "allocated when the token is scheduled"));
     else if (block === 0) links.push(link("block", "∅", "left the window"));
-    else links.push(link("block", block, "read from the table there"), link("slot", block * size + offset, `${block} · ${size} + ${offset}`), link("in the cache", `[0, ${block}, ${offset}]`, this.address(group, block, offset)));
+    else links.push(link("block", block, "read in the table"), link("slot", block * size + offset, `${block} · ${size} + ${offset}`), link("in the cache", `[0, ${block}, ${offset}]`, this.address(group, block, offset)));
     return el("div", { class: "links", "data-design": place?.design ?? "" }, ...links.flatMap((l, i) => (i ? [el("span", { class: "to", "aria-hidden": "true" }, "→"), l] : [l])));
   }
 

@@ -40,7 +40,6 @@ from pagedlab.trace.events import (
     StepStarted,
     TokensSampled,
     TraceFinished,
-    kind_of,
 )
 from pagedlab.trace.state import EngineState, Fold, describe
 from pagedlab.trace.trace import Trace
@@ -91,7 +90,7 @@ def _events_and_start(
     events = [e for e in trace.events if e.engine == engine]
     first = next((i for i, e in enumerate(events) if type(e) is EngineSnapshot), None)
     if first is None and not any(type(e) is StepStarted for e in events):  # cut before the engine was ready
-        return [e for e in events if kind_of(e) != "trace_header"], EngineState.from_snapshot(_NOTHING_YET), []
+        return [e for e in events if e.kind != "trace_header"], EngineState.from_snapshot(_NOTHING_YET), []
     if first is None:
         raise UserError(
             "this trace holds no engine snapshot, so there is nothing to view: record one with pagedlab trace."
@@ -99,7 +98,7 @@ def _events_and_start(
     snapshot = events[first]
     fold = Fold.starting_at(snapshot)
     state = fold.states[engine].copy()
-    about = [e for e in events[:first] if kind_of(e) not in ("trace_header",)]
+    about = [e for e in events[:first] if e.kind not in ("trace_header",)]
     for_readers = (EngineSnapshot, TraceFinished)  # later snapshots and the end mark: nothing the engine did
     events = [e for e in events[first + 1 :] if type(e) not in for_readers]
     if steps is None:
@@ -389,7 +388,7 @@ def _columns(events: list[Event]) -> bytes:
     for cls, indices in groups.items():
         alike = [events[i] for i in indices]
         fields = {name: list(map(attrgetter(name), alike)) for name in cls.__struct_fields__}
-        by_kind[kind_of(alike[0])] = {"i": indices, **fields}
+        by_kind[alike[0].kind] = {"i": indices, **fields}
     for columns in by_kind.values():
         for name in ("i", "seq", "t_ns"):  # differences are small and repeat
             values = columns[name]

@@ -94,6 +94,7 @@ _PAGE = """<!doctype html>
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const readChunk = (name) => document.querySelector(`script[data-chunk="${{name}}"]`).textContent;
 window.viewer = mount(document.getElementById("viewer"), {{ meta: read("meta"), readChunk, css: read("css") }});
+if (parent === window) viewer.main.focus({{ preventScroll: true }}); // so that keys work at once
 addEventListener("message", (event) => {{ // in a frame, light or dark as the page around it says
   const theme = event.data?.pagedlabTheme;
   if (event.source === parent && ["light", "dark"].includes(theme)) viewer.setTheme(theme);

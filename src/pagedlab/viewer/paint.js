@@ -40,6 +40,17 @@ export class Theme {
     this.main = main;
     this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
     /** @type {Map<string, string>} */ this.colours = new Map();
+    this.unit = 1; // how much larger than usual letters are
+  }
+
+  /** Letters are larger on a projector; what is drawn grows with them. */
+  measure() {
+    this.unit = parseFloat(getComputedStyle(this.main).fontSize) / 14;
+  }
+
+  /** @param {number} pixels of an ordinary page @param {number} [weight] */
+  font(pixels, weight = 400) {
+    return `${weight} ${pixels * this.unit}px system-ui, sans-serif`;
   }
 
   /** As chosen, else as the system has it. */

@@ -1,6 +1,6 @@
 // @ts-check
 /** The block pool in physical order, and the life of the block chosen in it. */
-import { el, legend, plural, show } from "./dom.js";
+import { el, legend, plural, refill, show } from "./dom.js";
 import { inflate, varints } from "./model.js";
 import { hatch, hue, inkOn } from "./paint.js";
 
@@ -14,12 +14,16 @@ export class Pool {
     this.numBlocks = viewer.meta.num_blocks;
     this.cells = new Float64Array(this.numBlocks); // what each cell of the canvas shows
     /** @type {Float64Array | null} */ this.blockEvents = null; // (gap, block) × n, once asked for
+    /** @type {Awaited<ReturnType<Pool["lifeOf"]>> | null} */ this.life = null; // of the block chosen last
     this.canvas = el("canvas", { class: "pool", tabindex: 0, role: "application", "aria-label": "block pool; arrow keys choose a block" });
     this.note = el("p", { class: "note", "aria-live": "polite" });
     this.story = el("div", { class: "story" });
     this.orderBox = el("input", { type: "checkbox", onchange: () => this.draw() });
-    const states = /** @type {[string, string][]} */ ([...STATES.slice(1), STATES[0]].map((s) => [`block-${s}`, s]));
-    this.nodes = [legend(...states, el("label", { class: "key" }, this.orderBox, " order of the free queue")), this.canvas, this.note, this.story];
+    this.nodes = [
+      legend(["block-free", "free"], ["block-cached", "cached and free"], ["block-in-use", "in use, coloured by request"], ["block-shared", "shared"], ["block-null", "null"],
+        ["block-mine", "of the request shown"], ...(viewer.meta.header.record === "kernels" ? [/** @type {[string, string]} */ (["block-read", "read by its attention"])] : []),
+        el("label", { class: "key" }, this.orderBox, " order of the free queue")),
+      this.note, this.canvas, this.story];
     this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => {
       const box = this.canvas.getBoundingClientRect();
       const { size, columns } = this.layout();
@@ -39,7 +43,7 @@ export class Pool {
   /** Cells as large as the place allows. */
   layout() {
     const width = this.canvas.parentElement?.clientWidth || 600;
-    const size = Math.max(4, Math.min(38, Math.floor(Math.sqrt((width * 380) / this.numBlocks))));
+    const size = Math.max(4, Math.min(Math.round(38 * this.viewer.theme.unit), Math.floor(Math.sqrt((width * 380) / this.numBlocks))));
     const columns = Math.max(1, Math.floor(width / size));
     return { size, columns, height: Math.ceil(this.numBlocks / columns) * size };
   }
@@ -68,6 +72,7 @@ export class Pool {
       this.drawCell(context, x, y, size, { block, is, refs, place: order[block], marks, owner: owners[block], numFree: state.numFree });
     }
     this.note.textContent = `${counts[3]} in use, ${counts[4]} shared, ${counts[2]} cached and free, ${counts[1]} free, 1 null. Next to be handed out: ${state.freeQueue(8).join(", ") || "none"}.`;
+    if (viewer.isAtRest()) void this.tellStory();
   }
 
   /** One block of the pool: its state by colour and by pattern, so that either is enough.
@@ -92,9 +97,9 @@ export class Pool {
       context.fillStyle = `rgba(128,128,128,${0.75 - 0.7 * (place / Math.max(1, numFree))})`;
       context.fillRect(x, y, s, s);
     }
-    if (size >= 18) {
+    if (size >= 20) {
       context.fillStyle = is >= 3 ? inkOn(hue(owner)) : colour(is === 0 ? "paper" : "ink");
-      context.font = `${Math.min(13, size * 0.36)}px system-ui, sans-serif`;
+      context.font = this.viewer.theme.font(Math.min(13, (size * 0.4) / this.viewer.theme.unit));
       context.textAlign = "center";
       context.textBaseline = "middle";
       context.fillText(place ? `${place}.` : is === 0 ? "∅" : is === 4 ? `${block}×${refs}` : String(block), x + s / 2, y + s / 2);
@@ -121,33 +126,43 @@ export class Pool {
   /** The life of the chosen block, event by event. */
   async tellStory() {
     const { viewer } = this, { block } = viewer;
-    if (block === null) { this.story.replaceChildren(); return; }
+    if (block === null) { refill(this.story); return; }
+    if (this.life?.block !== block) {
+      const life = await this.lifeOf(block);
+      if (viewer.block !== block) return;
+      this.life = life;
+    }
+    const { state, event } = viewer.cursor, { records, numEarlier } = this.life;
+    const items = records.map((r) => el("li", { class: r.index <= event ? "past" : "future" },
+      el("button", { "data-key": r.index, onclick: () => viewer.goto(r.index) }, show(`step ${r.step}: ${chapter(r)}`))));
+    if (numEarlier) items.unshift(el("li", {}, `… ${plural(numEarlier, "earlier event")}`));
+    const hash = state.hashed[block] ? `, hash ${state.hashes[block].toString(16).padStart(8, "0")}` : "";
+    refill(this.story,
+      el("h3", {}, block === 0 ? "Block 0 is the null block: a placeholder that is never handed out" : `Block ${block}: ${state.stateOf(block)}, ${plural(state.refs[block], "owner")}${hash}`),
+      el("ol", { class: "life" }, ...items));
+  }
+
+  /** The records of a block's life, the latest ones if there are many. @param {number} block */
+  async lifeOf(block) {
+    const { viewer } = this;
     this.blockEvents ??= varints(await inflate(viewer.readChunk("block_events")));
     const mine = [];
     for (let i = 0, at = 0; i < this.blockEvents.length; i += 2) {
       at += this.blockEvents[i];
       if (this.blockEvents[i + 1] === block) mine.push(at);
     }
-    const records = [];
+    /** @type {any[]} */ const records = [];
     for (const index of mine.slice(-MOST_CHAPTERS)) records.push(...(await viewer.cursor.records(index, index)));
-    if (viewer.block !== block) return;
-    const { state } = viewer.cursor;
-    const items = records.map((r) => el("li", { class: r.index <= viewer.cursor.event ? "past" : "future" },
-      el("button", { onclick: () => viewer.goto(r.index) }, show(`step ${r.step}: ${lifeOf(r)}`))));
-    if (mine.length > items.length) items.unshift(el("li", {}, `… ${plural(mine.length - items.length, "earlier event")}`));
-    const hash = state.hashed[block] ? `, hash ${state.hashes[block].toString(16).padStart(8, "0")}` : "";
-    this.story.replaceChildren(
-      el("h3", {}, block === 0 ? "Block 0 is the null block: a placeholder that is never handed out" : `Block ${block}: ${state.stateOf(block)}, ${plural(state.refs[block], "owner")}${hash}`),
-      el("ol", { class: "life" }, ...items));
+    return { block, records, numEarlier: mine.length - records.length };
   }
 }
 
 /** One line on what an event did to its block. @param {any} r */
-function lifeOf(r) {
+function chapter(r) {
   const whose = `${r.request_id}${r.logical_block != null ? ` block ${r.logical_block}` : ""}`;
   if (r.kind === "block_allocated") return `handed out to ${whose}`;
   if (r.kind === "block_touched") return `hit by ${whose}${r.was_free ? ", taken out of the free queue" : `, now ${r.ref_cnt} owners`}`;
   if (r.kind === "block_cached") return `full: cached under ${r.hash} for ${whose}`;
   if (r.kind === "block_evicted") return `evicted: hash ${r.hash} forgotten, for ${r.request_id}`;
-  return `given back by ${whose} (${r.why.replaceAll("_", " ")})${r.ref_cnt ? `, ${plural(r.ref_cnt, "owner")} left` : `, place ${r.free_queue_index} in the free queue`}`;
+  return `given back by ${whose} (${r.why.replaceAll("_", " ")})${r.ref_cnt ? `, ${plural(r.ref_cnt, "owner")} left` : `, place ${r.free_queue_index + 1} in the free queue`}`;
 }

@@ -1,6 +1,6 @@
 // @ts-check
 /** Who waits and who runs, each with the scheduler's reason. */
-import { el, plural, show } from "./dom.js";
+import { el, keepFocus, note, plural, show } from "./dom.js";
 import { hue } from "./paint.js";
 
 const MOST_CHIPS = 24; // of one queue
@@ -12,7 +12,7 @@ export class Queues {
     /** @type {Map<number, any>} */ this.chips = new Map(); // request -> its elements
     this.stillQuery = matchMedia("(prefers-reduced-motion: reduce)");
     this.element = el("div", { class: "queues" });
-    this.nodes = [this.element];
+    this.nodes = [note("A bar shows the tokens computed, of all that are known."), this.element];
   }
 
   draw() {
@@ -31,7 +31,9 @@ export class Queues {
       if (queue.length > MOST_CHIPS) items.push(el("li", {}, show(`… ${queue.length - MOST_CHIPS} more${chosen}`)));
       return el("div", { class: "column", "data-queue": name }, el("h3", {}, `${name} (${queue.length})`), el("ol", {}, ...items));
     };
+    const refocus = keepFocus(this.element);
     this.element.replaceChildren(column("waiting", state.waiting), column("running", state.running), this.leftColumn());
+    refocus();
     this.slideChips(before);
   }
 
@@ -44,7 +46,7 @@ export class Queues {
       if (r.kind === "request_considered") {
         const why = reasons[r.reason] ?? r.reason;
         const numbers = r.num_needed_blocks != null ? ` (needs ${r.num_needed_blocks}, ${r.num_free_blocks} free)` : "";
-        const verb = r.outcome === "scheduled" ? `${r.num_tokens_granted} of ${plural(r.num_tokens_wanted, "token")}` : r.outcome;
+        const verb = r.outcome === "scheduled" ? `granted ${r.num_tokens_granted} of ${plural(r.num_tokens_wanted, "token")}` : r.outcome;
         said.set(r.request_id, r.reason === "all_tokens" ? verb : `${verb}: ${why}${numbers}`);
       } else if (r.kind === "request_preempted") {
         said.set(r.request_id, `preempted for ${r.on_behalf_of}: ${r.rule}`);

@@ -1,11 +1,11 @@
 // @ts-check
 /** Block tables with the tokens in their blocks, and arrows from them into the pool. */
-import { el, note, plural, show } from "./dom.js";
+import { el, note, plural, refill, show } from "./dom.js";
 import { STATUSES } from "./model.js";
 import { hue } from "./paint.js";
 
 const MANY_REQUESTS = 12; // beyond this, one block table at a time
-const MOST_BLOCKS = 24;   // of one table
+const MOST_BLOCKS = { wide: 24, narrow: 8 }; // of one table
 const MOST_CELLS = 64;    // of one block
 const MOST_ARROWS = 10;   // of one table, else they cannot be followed
 const STATUS_WORDS = { done: "computed in an earlier step", now: "computed in this step", known: "known, not computed yet", empty: "free place" };
@@ -14,7 +14,7 @@ export class Tables {
   /** @param {import("./viewer.js").Viewer} viewer */
   constructor(viewer) {
     this.viewer = viewer;
-    this.element = el("div", { class: "tables" });
+    this.element = el("div", { class: "tables", onkeydown: (/** @type {KeyboardEvent} */ e) => this.key(e) });
     this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.arrows.setAttribute("class", "arrows");
     this.arrows.setAttribute("aria-hidden", "true");
@@ -27,9 +27,22 @@ export class Tables {
     const alone = viewer.request !== null || viewer.meta.requests.length > MANY_REQUESTS;
     const others = alone ? [] : viewer.cursor.state.running.filter((r) => r !== chosen).slice(0, 3);
     const requests = chosen === null ? [] : [chosen, ...others];
-    this.element.replaceChildren(...requests.map((request) => this.tableOf(request)));
-    if (!requests.length) this.element.append(note("No request holds blocks at this moment."));
+    refill(this.element, ...(requests.length ? requests.map((request) => this.tableOf(request)) : [note("Nobody waits or runs at this moment.")]));
+    const first = this.element.querySelector(":focus") ?? this.element.querySelector(".cell.chosen") ?? this.element.querySelector("button");
+    if (first) first.tabIndex = 0; // the tab key stops once in the tables; up and down go on from there
     requestAnimationFrame(() => this.drawArrows());
+  }
+
+  /** @param {KeyboardEvent} e */
+  key(e) {
+    const by = { ArrowUp: -1, ArrowDown: 1 }[e.key];
+    const buttons = [...this.element.querySelectorAll("button:enabled")];
+    const next = buttons[buttons.indexOf(e.target) + (by ?? 0)];
+    if (by === undefined || !next) return;
+    e.preventDefault();
+    /** @type {HTMLElement} */ (e.target).tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
   }
 
   /** A request and its block tables, one per KV-cache group. @param {number} request */
@@ -48,12 +61,13 @@ export class Tables {
   groupOf(request, group, from) {
     const { meta, cursor } = this.viewer;
     const table = cursor.state.request(request).tables[group], size = meta.block_sizes[group];
-    const isCut = table.length > MOST_BLOCKS;
-    const start = isCut ? Math.max(0, Math.min(table.length - MOST_BLOCKS, Math.floor(from / size) - 4)) : 0;
-    const blocks = table.slice(start, start + MOST_BLOCKS).map((block, i) => this.blockOf(request, group, start + i, block, from));
+    if (!table.length) return note("It holds no blocks.");
+    const most = MOST_BLOCKS[this.viewer.isNarrow() ? "narrow" : "wide"], isCut = table.length > most;
+    const start = isCut ? Math.max(0, Math.min(table.length - most, Math.floor(from / size) - 4)) : 0;
+    const blocks = table.slice(start, start + most).map((block, i) => this.blockOf(request, group, start + i, block, from));
     const notes = [];
     if (meta.block_sizes.length > 1) notes.push(`${this.groupName(group)}, blocks of ${size}`);
-    if (isCut) notes.push(`blocks ${start} to ${start + MOST_BLOCKS - 1} of ${table.length}`);
+    if (isCut) notes.push(`blocks ${start} to ${start + most - 1} of ${table.length}`);
     return el("div", { class: "group" }, ...(notes.length ? [el("small", {}, notes.join(", "))] : []), el("div", { class: "blocks" }, ...blocks));
   }
 
@@ -69,23 +83,23 @@ export class Tables {
    * @param {number} from */
   blockOf(request, group, logical, block, from) {
     const { viewer } = this, size = viewer.meta.block_sizes[group];
-    const cells = Array.from({ length: Math.min(size, MOST_CELLS) }, (_, offset) => this.cellOf(request, logical * size + offset, block, size, from));
+    const cells = Array.from({ length: Math.min(size, MOST_CELLS) }, (_, offset) => this.cellOf(request, group, logical * size + offset, block, from));
     if (size > MOST_CELLS) cells.push(el("span", { class: "note" }, `… ${size - MOST_CELLS} more`));
     return el("div", { class: `block${block === viewer.block ? " chosen" : ""}`, "data-block": block },
-      el("button", { class: "head", title: block ? `block ${block}: its life` : "the null block: this part left the window", onclick: () => viewer.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
+      el("button", { class: "head", tabindex: -1, "data-key": `${request} ${group} block ${logical}`, title: block ? `block ${block}: its life` : "the null block: this part left the window", onclick: () => viewer.chooseBlock(block) }, `${logical} → ${block || "∅"}`),
       el("div", { class: "cells" }, ...cells));
   }
 
   /** One place for a token: computed earlier, in this step, known but not computed, or empty.
-   * @param {number} request @param {number} position @param {number} block @param {number} size @param {number} from */
-  cellOf(request, position, block, size, from) {
-    const { viewer } = this, r = viewer.cursor.state.request(request);
+   * @param {number} request @param {number} group @param {number} position @param {number} block @param {number} from */
+  cellOf(request, group, position, block, from) {
+    const { viewer } = this, r = viewer.cursor.state.request(request), size = viewer.meta.block_sizes[group];
     const isKnown = position < r.known;
     const status = position >= r.computed ? (isKnown ? "known" : "empty") : position >= from ? "now" : "done";
     const isChosen = viewer.token?.request === request && viewer.token.position === position;
     const where = block ? `slot ${block * size + (position % size)}` : "out of the window";
     return el("button", {
-      class: `cell ${status}${block ? "" : " gone"}${isChosen ? " chosen" : ""}`, disabled: !isKnown, "data-position": position,
+      class: `cell ${status}${block ? "" : " gone"}${isChosen ? " chosen" : ""}`, disabled: !isKnown, tabindex: -1, "data-key": `${request} ${group} ${position}`, "data-position": position,
       title: `position ${position}, offset ${position % size}, ${where}, ${STATUS_WORDS[status]}`, onclick: () => viewer.chooseToken(request, position),
     }, isKnown ? viewer.textAt(request, position) || "·" : "·");
   }
@@ -94,7 +108,7 @@ export class Tables {
   drawArrows() {
     const { viewer } = this;
     this.arrows.replaceChildren();
-    if (viewer.pool.canvas.clientWidth === 0 || viewer.main.clientWidth < 640) return;
+    if (viewer.pool.canvas.clientWidth === 0 || viewer.isNarrow()) return;
     for (const group of this.element.querySelectorAll(".group")) {
       const cell = group.querySelector(".cell.chosen");
       if (cell) this.arrowToPool(cell, Number(cell.closest(".block").dataset.block), "lit");

@@ -4,7 +4,7 @@ import { el, legend, plural, show } from "./dom.js";
 import { hatch } from "./paint.js";
 
 const KINDS_OF_WORK = ["recomputed", "prefill", "decode", "queued", "preempted", "passed over"]; // as pack.py numbers them
-const TIMELINE_HEIGHT = 110; // pixels
+const BARS_HEIGHT = 110; // pixels; the numbers of the steps stand below
 
 /** A mark over a canvas at the step shown. @param {HTMLElement} head @param {number} index @param {number} steps */
 function movePlayhead(head, index, steps) {
@@ -16,7 +16,7 @@ export class Timeline {
   /** @param {import("./viewer.js").Viewer} viewer */
   constructor(viewer) {
     this.viewer = viewer;
-    const { columns } = viewer.meta;
+    const { columns, num_blocks } = viewer.meta;
     this.steps = viewer.steps;
     this.canvas = el("canvas", { class: "timeline", tabindex: 0, role: "slider", "aria-label": "steps", "aria-valuemin": 0, "aria-valuemax": this.steps - 1 });
     this.head = el("div", { class: "playhead" });
@@ -26,7 +26,7 @@ export class Timeline {
     const budget = this.budget ? `budget of ${this.budget.toLocaleString("en")}${this.budget > this.top ? ", above the picture" : ""}` : "budget";
     this.nodes = [
       el("div", { class: "under" }, this.canvas, this.head),
-      legend(["prefill", "prompt tokens"], ["recomputed", "computed again"], ["decode", "decode tokens"], `╌ ${budget}`, "━ blocks in use", "▼ preemption")];
+      legend(["prefill", "prompt tokens"], ["recomputed", "computed again"], ["decode", "decode tokens"], `╌ ${budget}`, `━ blocks in use, of ${(num_blocks - 1).toLocaleString("en")}`, "▼ preemption")];
     this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => { this.canvas.setPointerCapture(e.pointerId); this.scrub(e); });
     this.canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ e) => { if (e.buttons) this.scrub(e); });
   }
@@ -44,11 +44,12 @@ export class Timeline {
     this.canvas.setAttribute("aria-valuenow", String(index));
     this.canvas.setAttribute("aria-valuetext", this.viewer.stepName(index));
     const { theme } = this.viewer;
-    const { context, width, isFresh } = theme.ready(this.canvas, TIMELINE_HEIGHT);
+    const { context, width, isFresh } = theme.ready(this.canvas, BARS_HEIGHT + Math.round(18 * theme.unit));
     if (!isFresh) return;
     const bar = width / this.steps;
     this.drawBars(context, bar);
     this.drawPoolUse(context, bar);
+    this.drawNumbers(context, bar);
     if (this.budget && this.budget <= this.top) {
       context.setLineDash([4, 4]);
       context.strokeStyle = theme.colour("dim");
@@ -62,7 +63,7 @@ export class Timeline {
 
   /** Height of a share of the whole, leaving room for the marks above. @param {number} share */
   level(share) {
-    return TIMELINE_HEIGHT - 4 - share * (TIMELINE_HEIGHT - 22);
+    return BARS_HEIGHT - 4 - share * (BARS_HEIGHT - 22);
   }
 
   /** @param {CanvasRenderingContext2D} context @param {number} bar a step's width */
@@ -102,6 +103,25 @@ export class Timeline {
     }
     context.stroke();
   }
+
+  /** Numbers of steps, as many as there is room for. @param {CanvasRenderingContext2D} context @param {number} bar a step's width */
+  drawNumbers(context, bar) {
+    const { theme, meta: { columns } } = this.viewer;
+    const every = roundUp((34 * theme.unit) / bar);
+    context.fillStyle = theme.colour("dim");
+    context.font = theme.font(12);
+    context.textAlign = "center";
+    context.textBaseline = "top";
+    for (let i = 0; i < this.steps; i += 1) {
+      if (columns.step[i] >= 0 && columns.step[i] % every === 0) context.fillText(String(columns.step[i]), (i + 0.5) * bar, BARS_HEIGHT + 2);
+    }
+  }
+}
+
+/** The smallest of 1, 2, 5, 10, 20, … that is no smaller. @param {number} number */
+function roundUp(number) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, number)));
+  return [1, 2, 5, 10].map((k) => k * power).find((k) => k >= number) ?? 10 * power;
 }
 
 export class Lanes {
@@ -109,25 +129,32 @@ export class Lanes {
   constructor(viewer) {
     this.viewer = viewer;
     this.requests = viewer.meta.requests;
-    this.height = this.requests.length > 40 ? 8 : 18; // of a lane, in pixels
     this.canvas = el("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-label": `${plural(this.requests.length, "request")} through time; up and down choose one` });
     this.head = el("div", { class: "playhead line" });
     this.mark = el("div", { class: "lane-mark" });
+    this.scroll = el("div", { class: "scroll" }, el("div", { class: "under" }, this.canvas, this.head, this.mark));
     this.nodes = [
-      el("div", { class: "scroll" }, el("div", { class: "under" }, this.canvas, this.head, this.mark)),
+      this.scroll,
       legend(.../** @type {[string, string][]} */ (["queued", "prefill", "decode", "recomputed", "preempted", "passed over"].map((k) => [k, k])))];
+    const under = (/** @type {PointerEvent} */ e) => Math.floor((e.clientY - this.canvas.getBoundingClientRect().top) / this.height);
     this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => {
-      const request = Math.floor((e.clientY - this.canvas.getBoundingClientRect().top) / this.height);
-      if (request < this.requests.length) viewer.chooseRequest(request);
+      if (under(e) < this.requests.length) viewer.chooseRequest(under(e));
       viewer.timeline.scrub(e);
     });
+    this.canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ e) => { this.canvas.title = show(this.requests[under(e)]?.id); });
     this.canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => {
       const by = { ArrowUp: -1, ArrowDown: 1 }[e.key];
       if (by === undefined) return;
       e.preventDefault();
       const request = viewer.request === null ? 0 : viewer.request + by;
       if (request >= 0 && request < this.requests.length && request !== viewer.request) viewer.chooseRequest(request);
+      this.mark.scrollIntoView({ block: "nearest" });
     });
+  }
+
+  /** Of a lane, in pixels; many are thin and have no names. */
+  get height() {
+    return this.requests.length > 40 ? 8 : Math.round(18 * this.viewer.theme.unit);
   }
 
   /** @param {number} index of the step */
@@ -153,14 +180,16 @@ export class Lanes {
   /** Each at the beginning of its lane. @param {CanvasRenderingContext2D} context @param {number} width @param {number} bar */
   drawNames(context, width, bar) {
     const { theme, meta } = this.viewer;
-    context.font = "11px system-ui, sans-serif";
+    context.font = theme.font(12, 600);
+    context.textBaseline = "middle";
+    context.lineJoin = "round";
     context.strokeStyle = theme.colour("paper");
     context.lineWidth = 3;
     context.fillStyle = theme.colour("ink");
     this.requests.forEach((/** @type {any} */ r, /** @type {number} */ i) => {
       const start = meta.segments.find((/** @type {number[]} */ s) => s[0] === i);
       const x = start ? Math.max(2, Math.min((start[2] - meta.columns.step[0]) * bar + 3, width - 60)) : 2;
-      const y = (i + 1) * this.height - 5;
+      const y = (i + 0.5) * this.height;
       context.strokeText(show(r.id), x, y);
       context.fillText(show(r.id), x, y);
     });

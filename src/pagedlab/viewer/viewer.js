@@ -55,8 +55,9 @@ export class Viewer {
     this.kernels = new KernelLogs(this);
     this.events = new EventList(this);
     this.build();
+    this.width = 0;
     const redraw = () => this.draw();
-    this.resize = new ResizeObserver(redraw);
+    this.resize = new ResizeObserver(() => (this.main.clientWidth === this.width ? this.tables.drawArrows() : redraw()));
     this.resize.observe(this.main);
     this.gone = new AbortController();
     this.theme.darkQuery.addEventListener("change", redraw, { signal: this.gone.signal });
@@ -157,7 +158,6 @@ export class Viewer {
   chooseBlock(block) {
     this.block = block;
     this.pool.draw();
-    void this.pool.tellStory();
     this.tables.draw();
   }
 
@@ -256,8 +256,14 @@ export class Viewer {
     this.draw();
   }
 
+  isNarrow() {
+    return this.main.clientWidth < 640;
+  }
+
   /** The views that follow from the state alone. */
   drawState() {
+    if (this.main.clientWidth !== this.width) this.theme.measure();
+    this.width = this.main.clientWidth;
     const index = this.stepIndex(this.cursor.event);
     this.controls.draw(index);
     this.timeline.draw(index);
