@@ -14,6 +14,7 @@ from pagedlab.errors import UserError
 from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import (
     NotEnoughMemory,
+    bytes_per_block,
     get_kv_cache_config,
     initialization_events,
     resolve_max_model_len,
@@ -66,8 +67,7 @@ def test_qwen3_0_6b_needs_65536_bytes_per_layer_and_block_and_10_gib_hold_5851_b
     groups = get_kv_cache_groups(layers("F", 28))
     assert FULL.page_size_bytes == 65_536
     assert get_kv_cache_config(groups, 10 * GIB).num_blocks == 5_851
-    config = get_kv_cache_config(groups, GIB)
-    assert (config.num_blocks, config.bytes_per_block) == (585, 1_835_008)
+    assert (get_kv_cache_config(groups, GIB).num_blocks, bytes_per_block(groups)) == (585, 1_835_008)
 
 
 def test_6_full_and_18_window_layers_become_4_groups_and_6_shared_buffers():
@@ -192,8 +192,7 @@ def test_the_resolved_length_fits_and_the_next_one_does_not(pattern, count, num_
     assert sum(most) <= num_blocks - 1
     if length < 40_960:
         with pytest.raises(NotEnoughMemory):
-            per_block = get_kv_cache_config(groups, 0, 1).bytes_per_block
-            resolve(specs, num_blocks * per_block, length + 1, budget=budget)
+            resolve(specs, num_blocks * bytes_per_block(groups), length + 1, budget=budget)
 
 
 # ------------------------------------------------------------------ grouping as a mapping

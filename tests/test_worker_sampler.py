@@ -169,8 +169,7 @@ def test_event_says_what_was_chosen_among_what_and_tracing_changes_no_token():
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     requests = [request(f"r{i}", temperature=1.0) for i in range(3)]
     quiet = sample(logits, requests, [False, True, False])
-    sampler, events = Sampler((0,), 0, CPU), []
-    sampler.token_text = lambda token_id: f"<{token_id}>"
+    sampler, events = Sampler((0,), 0, CPU, lambda token_id: f"<{token_id}>"), []
     trace.start(events, record="decisions")
     try:
         traced = sample(logits, requests, [False, True, False], sampler)

@@ -51,7 +51,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     with _timed("read the tokenizer", seconds):
         tokenizer = Tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
     with _timed("load the weights", seconds):
-        worker = Worker(config, model_config, model_dir)
+        token_text = None if tokenizer is None else tokenizer.token_text
+        worker = Worker(config, model_config, model_dir, token_text)
         worker.load_model()
     with _timed("initialize the KV cache", seconds):
         engine_id = next_engine_id()
@@ -63,8 +64,6 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    token_text = None if tokenizer is None else tokenizer.token_text
-    worker.runner.sampler.token_text = token_text
     core = EngineCore(scheduler, worker, about=about, engine_id=engine_id, token_text=token_text)
     return BuiltEngine(core, tokenizer, model_config, kv_cache_config, max_model_len, seconds)
 

@@ -165,5 +165,6 @@ def initialization_events(
             for group in config.kv_cache_groups
         ],
         tensors=[KvTensor(size=t.size, shared_by=list(t.shared_by)) for t in config.kv_cache_tensors],
-        bytes_per_block=config.bytes_per_block, available_bytes=available_bytes, max_model_len=max_model_len,
+        bytes_per_block=bytes_per_block(config.kv_cache_groups), available_bytes=available_bytes,
+        max_model_len=max_model_len,
     )  # fmt: skip

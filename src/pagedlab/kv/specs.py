@@ -87,8 +87,3 @@ class KVCacheConfig:
     num_blocks: int                   # null block included
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
     kv_cache_tensors: tuple[KVCacheTensor, ...] = ()
-
-    @property
-    def bytes_per_block(self) -> int:
-        """What one more block costs, over all buffers."""
-        return sum(tensor.size for tensor in self.kv_cache_tensors) // self.num_blocks

@@ -29,10 +29,16 @@ class Sampler:
     takes the most likely token and draws no random number, so that chunking changes no result.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        seed: int,                                        # of requests without one
+        device: torch.device,
+        token_text: Callable[[int], str] | None = None,   # for people who read the trace
+    ) -> None:
         self.eos_token_ids = eos_token_ids
-        self.generator = torch.Generator(device).manual_seed(seed)  # for requests without a seed
-        self.token_text: Callable[[int], str] | None = None         # for people who read the trace
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.token_text = token_text
 
     def sample(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,8 +35,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 class Worker:
     """Call in this order: load_model, determine_available_memory, initialize_from_config, execute_model."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, model_dir: Path) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model_dir: Path,
+        token_text: Callable[[int], str] | None = None,  # for people who read the trace
+    ) -> None:
         self.config, self.model_config, self.model_dir = config, model_config, model_dir
+        self.token_text = token_text
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device, model_config)
         if self.device.type == "cpu":
@@ -54,7 +62,7 @@ class Worker:
         model = load_model(
             self.model_dir, self.model_config, device=self.device, dtype=self.dtype, attention_backend=self.backend
         )
-        sampler = Sampler(self.model_config.eos_token_ids, self.config.seed, self.device)
+        sampler = Sampler(self.model_config.eos_token_ids, self.config.seed, self.device, self.token_text)
         self.runner.load_model(model, self.backend, sampler)
 
     def get_kv_cache_specs(self) -> dict[str, AttentionSpec]:
