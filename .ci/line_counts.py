@@ -1,7 +1,7 @@
 """Prints how long the engine core is: what one person is meant to read in an afternoon.
 
 The core is the way of one token through the default design. Beside it stand the second runner, the
-other models and backends, start-up, and the text side.
+other models and backends, start-up, the text side, and how events are filled in.
 """
 
 from pathlib import Path

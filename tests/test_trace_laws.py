@@ -15,7 +15,7 @@ import pytest
 import pagedlab
 from pagedlab.engine.core import EngineCore
 from pagedlab.errors import UserError
-from pagedlab.trace.events import KINDS, LEVELS, Event, RequestAdded, TextEmitted, kind_of
+from pagedlab.trace.events import KINDS, LEVELS, Event, RequestAdded, TextEmitted
 from pagedlab.trace.file import TraceFile, encode, load_trace
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
@@ -171,6 +171,7 @@ def test_every_emit_site_is_inside_the_guard_of_its_events_level():
     "if other.on:\n    trace.emit(StepStarted(num_waiting=0))",
     "for event in made():\n    if trace.on:\n        trace.emit(event)\ndef made():\n    yield BlockCached(block_id=1)",
     "event = make()\nif trace.on:\n    trace.emit(event)",
+    "if trace.on:\n    trace.emit(outer())\ndef outer():\n    return inner()\ndef inner():\n    return BlockCached(block_id=1)",
 ])  # fmt: skip
 def test_a_site_without_its_guard_is_found(body):
     assert unguarded(body)
@@ -305,7 +306,7 @@ def test_an_event_is_stamped_by_the_tracer_alone(tmp_path):
     assert times == sorted(times)
     assert load_trace(tmp_path / "t.jsonl") == in_memory
     added = [e for e in in_memory if type(e) is RequestAdded]
-    assert all(kind_of(e) == "request_added" and e.step >= -1 for e in added)
+    assert all(e.kind == "request_added" and e.step >= -1 for e in added)
     assert renumbered(in_memory) == in_memory
     with pytest.raises(TypeError):
         msgspec.structs.replace(TextEmitted(request_id="r0", text=""), no_such_field=1)
