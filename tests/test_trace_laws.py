@@ -171,7 +171,7 @@ def test_every_emit_site_is_inside_the_guard_of_its_events_level():
     "if other.on:\n    trace.emit(StepStarted(num_waiting=0))",
     "for event in made():\n    if trace.on:\n        trace.emit(event)\ndef made():\n    yield BlockCached(block_id=1)",
     "event = make()\nif trace.on:\n    trace.emit(event)",
-    "if trace.on:\n    trace.emit(outer())\ndef outer():\n    return inner()\ndef inner():\n    return BlockCached(block_id=1)",
+    "if trace.on:\n    trace.emit(f())\ndef f():\n    return g()\ndef g():\n    return BlockCached(block_id=1)",
 ])  # fmt: skip
 def test_a_site_without_its_guard_is_found(body):
     assert unguarded(body)
