@@ -40,6 +40,7 @@ from pagedlab.trace.events import (
 )
 from pagedlab.trace.state import Fold, same, walk_live
 from pagedlab.trace.tracer import trace
+from truth import Truth, Untrue
 
 
 class Broken(AssertionError):
@@ -336,7 +337,7 @@ class Watched:
         self.meanwhile: list[Callable[[], None]] = []       # done while the model is busy
         self.num_events = 0
         self.is_broken = False                              # an event did not fit: those after it are not looked at
-        self._fold, self._check = Fold(), None
+        self._fold, self._check, self._truth = Fold(), None, Truth(core)
         self.step_events: list[Event] = []
         self._executor, core.executor = core.executor, self
         self._check_reasons_of: tuple[list[str], list[str]] = ([], [])
@@ -364,12 +365,15 @@ class Watched:
                 if isinstance(event, EngineSnapshot):
                     self._check.snapshot(state, event)
                 self._check.before(state, event)
+                self._truth.check(state, event)
             self._fold.apply(event)
             state = self._fold.states.get(event.engine)
             if state is not None:
                 self._check.after(state, event)
         except _Broken as broken:
             raise Broken(f"trace {broken.invariant}", broken.message) from None
+        except Untrue as untrue:
+            raise Broken("truth", str(untrue)) from None
         if isinstance(event, RequestPreempted) and event.num_tokens_taken_back:
             self.worker.contents_are_known = False
         self.is_broken = False
@@ -507,4 +511,4 @@ def _check_not_reached(
     }
     if queue == "waiting" and event.num_needed_blocks is not None:
         need(event.num_needed_blocks > event.num_free_blocks, "reasons", "the head is blocked and would fit")
-    need(truth[event.reason], "reasons", f"{queue} was not reached because of {event.reason}, which is not true")
+    need(truth.get(event.reason), "reasons", f"{queue} was not reached because of {event.reason}, which is not true")

@@ -38,7 +38,8 @@ class StandInExecutor:
             self.num_known.pop(request_id, None)
             self.tables.pop(request_id, None)
         for row in [r for r in self.rows if r.request_id not in scheduled]:
-            self._free(row, "finished" if row.request_id in output.finished_req_ids else "not_scheduled")
+            why = "preempted" if row.request_id in output.preempted_req_ids else "not_scheduled"
+            self._free(row, "finished" if row.request_id in output.finished_req_ids else why)
         for new in output.scheduled_new_reqs:
             self.num_known[new.req_id] = len(new.prompt_token_ids)
             self._assign(new.req_id, [list(g) for g in new.block_ids], new.num_computed_tokens)

@@ -43,17 +43,13 @@ def preempted_itself(
 
 
 def head_refused(
-    waiting: WaitingQueue, reason: str, wanted: int, in_one_piece: int, num_hit_tokens: int, budget: int,
-    needed_and_free: tuple[int, int],
-) -> Scan:  # fmt: skip
+    waiting: WaitingQueue, reason: str, wanted: int, in_one_piece: int, budget: int, needed_and_free: tuple[int, int]
+) -> Scan:
     """Nobody overtakes the head, whether it lacks blocks or its piece is more than the budget."""
     lacks_blocks = reason == "not_enough_free_blocks"
     head, numbers = waiting.peek(), needed_and_free if lacks_blocks else (None, None)
     limit = in_one_piece if in_one_piece < wanted and not lacks_blocks else None
-    yield _considered(
-        head, "waiting", wanted, 0, budget, "refused", reason,
-        num_hit_tokens=num_hit_tokens, needed_and_free=numbers, limit=limit,
-    )  # fmt: skip
+    yield _considered(head, "waiting", wanted, 0, budget, "refused", reason, needed_and_free=numbers, limit=limit)
     if len(waiting) > 1:
         yield QueueNotReached(
             queue="waiting", count=len(waiting) - 1, first_request_id=waiting.second().request_id,
@@ -78,11 +74,11 @@ def whole_waiting(waiting: WaitingQueue, reason: str, limit: int | None = None) 
 
 def _considered(
     request: Request, queue: QueueName, wanted: int, granted: int, budget_after: int, outcome: Outcome, reason: str, *,
-    num_hit_tokens: int = 0, needed_and_free: tuple[int, int] | tuple[None, None] = (None, None),
-    limit: int | None = None,
+    needed_and_free: tuple[int, int] | tuple[None, None] = (None, None), limit: int | None = None,
 ) -> RequestConsidered:  # fmt: skip
+    # Computed is what is not wanted, also of one that has just lost all it had computed.
     return RequestConsidered(
-        request_id=request.request_id, queue=queue, num_computed_tokens=request.num_computed_tokens + num_hit_tokens,
+        request_id=request.request_id, queue=queue, num_computed_tokens=request.num_tokens - wanted,
         num_tokens_wanted=wanted, num_tokens_granted=granted,
         budget_before=budget_after + granted, budget_after=budget_after, outcome=outcome, reason=reason,
         num_needed_blocks=needed_and_free[0], num_free_blocks=needed_and_free[1], limit=limit,

@@ -249,8 +249,8 @@ class Scheduler:
                 refusal = "not_enough_free_blocks"
             if refusal is not None:
                 if trace.decisions:
-                    for event in head_refused(self.waiting, refusal, wanted, in_one_piece, hit.num_tokens,
-                                              step.budget, manager.refused):
+                    for event in head_refused(self.waiting, refusal, wanted, in_one_piece, step.budget,
+                                              manager.refused):
                         trace.emit(event)
                 return
             self.waiting.pop()
