@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from engines import act_at_random, random_shape
 from invariants import Broken, Watched
-from pagedlab.trace.events import kind_of
 
 STEPS_PER_ENGINE = 250
 REPORT_EVERY = 60.0  # seconds
@@ -67,7 +66,7 @@ def run_engine(seed: int, kinds: Counter[str], reasons: Counter[str], shapes: Co
         for _ in range(STEPS_PER_ENGINE):
             num_added = act_at_random(rng, watched, shape, num_added)
             watched.step()
-            kinds.update(kind_of(event) for event in watched.step_events)
+            kinds.update(event.kind for event in watched.step_events)
             reasons.update(event.reason for event in watched.step_events if hasattr(event, "reason"))
     return STEPS_PER_ENGINE
 

@@ -87,9 +87,8 @@ trace.timeline()
 # are those of step 1, without the layers' own reports.
 
 # %%
-from pagedlab.trace.events import kind_of
 
-kinds = [kind_of(event) for event in trace.steps[1]]
+kinds = [event.kind for event in trace.steps[1]]
 print("\n".join(dict.fromkeys(kinds)))
 
 # %% [markdown]

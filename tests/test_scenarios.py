@@ -11,7 +11,7 @@ from pagedlab.scenarios.check import check_document
 from pagedlab.scenarios.library import builtin_names, list_scenarios, load_scenario
 from pagedlab.scenarios.run import run
 from pagedlab.scenarios.scenario import Scenario
-from pagedlab.trace.events import CONSIDERED_REASONS, KINDS, NOT_REACHED_REASONS, PREFIX_STOPS, kind_of
+from pagedlab.trace.events import CONSIDERED_REASONS, KINDS, NOT_REACHED_REASONS, PREFIX_STOPS
 from pagedlab.trace.tracer import trace
 
 GOOD = {
@@ -36,7 +36,7 @@ def events_of(name: str) -> list:
 
 
 def of_kind(events: list, kind: str) -> list:
-    return [e for e in events if kind_of(e) == kind]
+    return [e for e in events if e.kind == kind]
 
 
 def changed(path: list, value: object) -> dict:
@@ -180,8 +180,8 @@ def test_built_in_scenarios_are_listed_with_a_sentence_each():
 
 @pytest.mark.parametrize("name", [s.name for s in list_scenarios() if not s.needs_model])
 def test_a_built_in_scenario_is_deterministic_and_the_same_untraced(name):
-    first = [e for e in events_of(name) if kind_of(e) == "step_scheduled"]
-    second = [e for e in events_of(name) if kind_of(e) == "step_scheduled"]
+    first = [e for e in events_of(name) if e.kind == "step_scheduled"]
+    second = [e for e in events_of(name) if e.kind == "step_scheduled"]
     assert [e.num_scheduled_tokens for e in first] == [e.num_scheduled_tokens for e in second]
     assert run(load_scenario(name)).num_steps == len(first)
 
@@ -191,8 +191,8 @@ def test_every_reason_a_user_can_meet_occurs_in_a_built_in_scenario():
     for scenario in list_scenarios():
         if not scenario.needs_model:
             for event in events_of(scenario.name):
-                if kind_of(event) in seen:
-                    seen[kind_of(event)].add(event.why if kind_of(event) == "prefix_matched" else event.reason)
+                if event.kind in seen:
+                    seen[event.kind].add(event.why if event.kind == "prefix_matched" else event.reason)
     # The door refuses the prompts that would be cut at max_model_len; a miss of unknown age needs a trace that
     # begins in mid-life; prompt_logprobs needs a model.
     assert seen["request_considered"] == set(CONSIDERED_REASONS) - {"max_model_len", "no_tokens_left"}
@@ -362,8 +362,8 @@ def test_eviction_takes_the_end_of_the_oldest_prompt_and_leaves_its_beginning(to
 
 
 def test_built_in_scenarios_together_show_every_event_kind(told):
-    seen = {kind_of(e) for events, _ in told.values() for e in events}
+    seen = {e.kind for events, _ in told.values() for e in events}
     for scenario in list_scenarios():
         if not scenario.needs_model:
-            seen |= {kind_of(e) for e in events_of(scenario.name)}
+            seen |= {e.kind for e in events_of(scenario.name)}
     assert set(KINDS) - seen == {"trace_gap"}  # no scenario loses records

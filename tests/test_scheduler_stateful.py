@@ -390,12 +390,10 @@ def replay_step_under_watch(replay, watched):
                                   "block_allocated", "block_cached", "slots_allocated"])
 def test_an_event_that_is_not_emitted_is_missed(monkeypatch, kind):
     """Swallow the third event of a kind; the watch notices it at the latest when the step ends."""
-    from pagedlab.trace.events import kind_of
-
     emit, seen = trace.emit, []
 
     def swallowing(event):
-        if kind_of(event) == kind and any(getattr(event, "new_block_ids", [kind])):  # the others only inform
+        if event.kind == kind and any(getattr(event, "new_block_ids", [kind])):  # the others only inform
             seen.append(event)
             if len(seen) == 3:
                 return

@@ -20,7 +20,6 @@ from pagedlab.simulate.generator import GENERATORS, generate
 from pagedlab.simulate.paged import Observer, ScenarioSource, WorkloadSource, simulate
 from pagedlab.simulate.workload import SimulatedRequest, Workload, mean, read_jsonl
 from pagedlab.trace.check import check
-from pagedlab.trace.events import kind_of
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from pagedlab.viewer.pack import pack
@@ -183,7 +182,7 @@ def test_a_simulated_scenario_decides_as_it_does_when_played(name):
             action()
         finally:
             trace.stop()
-        return [(e.num_scheduled_tokens, e.preempted) for e in events if kind_of(e) == "step_scheduled"]
+        return [(e.num_scheduled_tokens, e.preempted) for e in events if e.kind == "step_scheduled"]
 
     scenario = load_scenario(name)
     played = decisions(lambda: run(scenario))

@@ -10,7 +10,7 @@ import pytest
 from pagedlab.errors import UserError
 from pagedlab.sched.policy import FirstComeFirstServed, Priority
 from pagedlab.trace.check import INVARIANTS, STEPS_OVERTAKEN, STEPS_WITHOUT_PROGRESS, check
-from pagedlab.trace.events import KvWritten, SlotsMapped, kind_of
+from pagedlab.trace.events import KvWritten, SlotsMapped
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from standin import make_request
@@ -38,14 +38,14 @@ def test_a_real_run_breaks_no_invariant(config, seed):
 
 def change(events, kind, where=lambda e: True, nth=0, **fields):
     """The same trace with other values in the nth such event; a value may be a function of the event."""
-    found = [i for i, e in enumerate(events) if kind_of(e) == kind and where(e)]
+    found = [i for i, e in enumerate(events) if e.kind == kind and where(e)]
     i = found[nth]
     values = {k: v(events[i]) if callable(v) else v for k, v in fields.items()}
     return [*events[:i], replace(events[i], **values), *events[i + 1 :]]
 
 
 def drop(events, kind, where=lambda e: True, nth=0):
-    i = [i for i, e in enumerate(events) if kind_of(e) == kind and where(e)][nth]
+    i = [i for i, e in enumerate(events) if e.kind == kind and where(e)][nth]
     return renumbered([*events[:i], *events[i + 1 :]])
 
 
@@ -112,16 +112,16 @@ def test_the_first_bad_step_is_the_one_that_is_named():
 def test_a_block_in_two_tables_must_have_a_hash():
     """Two snapshotted requests hold block 1, which is cached; then it is not."""
     events = run(num_steps=1)
-    snapshot = next(e for e in events if kind_of(e) == "engine_snapshot")
-    start = next(e for e in events if kind_of(e) == "step_started")
+    snapshot = next(e for e in events if e.kind == "engine_snapshot")
+    start = next(e for e in events if e.kind == "step_started")
     added = run()
-    a = next(e for e in added if kind_of(e) == "engine_snapshot" and len(e.requests) >= 2)
+    a = next(e for e in added if e.kind == "engine_snapshot" and len(e.requests) >= 2)
     requests = [replace(r, status="running", block_ids=[[1]], num_computed_tokens=2) for r in a.requests[:2]]
     ids = [r.request_id for r in requests]
     shared = replace(snapshot, requests=requests, running=ids, waiting=[], ref_counts={1: 2}, cached_blocks={1: "ab"},
                      free_queue=[2, 3, 4, 5, 6, 7, 8])
     start = replace(start, num_waiting=0, num_running=2, num_free_blocks=7)
-    end = next(e for e in events if kind_of(e) == "step_finished")
+    end = next(e for e in events if e.kind == "step_finished")
     assert check(Trace(renumbered([events[0], shared, start, end]))) is None
     violation = check(Trace(renumbered([events[0], replace(shared, cached_blocks={}), start, end])))
     assert violation is not None and violation.invariant == "sharing"
@@ -135,7 +135,7 @@ def with_slots(events):
     for event in renumbered(list(events)):
         fold.apply(event)
         result.append(event)
-        if kind_of(event) != "step_scheduled" or not event.num_scheduled_tokens:
+        if event.kind != "step_scheduled" or not event.num_scheduled_tokens:
             continue
         state, columns = fold.states[event.engine], {n: [] for n in (
             "token", "request_id", "row", "position", "logical_block", "offset", "table_index", "block_id", "slot")}

@@ -15,7 +15,7 @@ from pagedlab.scenarios.library import builtin_names, load_scenario
 from pagedlab.scenarios.run import run as run_scenario
 from pagedlab.scenarios.scenario import Scenario
 from pagedlab.trace.diff import canonical, diff
-from pagedlab.trace.events import KINDS, kind_of
+from pagedlab.trace.events import KINDS
 from pagedlab.trace.to_scenario import scenario_from
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
@@ -48,7 +48,7 @@ def test_volatile_fields_and_numbers_do_not_count():
     assert b.engine != a.engine and a.diff(b) is None
     for event in a:
         shown = canonical(event)
-        assert shown["kind"] == kind_of(event) and not {"seq", "t_ns", "engine", *event.volatile} & set(shown)
+        assert shown["kind"] == event.kind and not {"seq", "t_ns", "engine", *event.volatile} & set(shown)
 
 
 def test_a_knob_left_to_its_default_counts_as_a_difference_of_the_engines():
@@ -81,7 +81,7 @@ def test_every_volatile_field_exists():
 def test_a_smaller_budget_shows_the_first_decision_it_changes_with_both_reasons():
     found = record(max_num_batched_tokens=16).diff(record(max_num_batched_tokens=9))
     assert found is not None and found.is_decision
-    assert kind_of(found.a) == kind_of(found.b) == "slots_allocated"  # 16 tokens take one block more than 9
+    assert found.a.kind == found.b.kind == "slots_allocated"  # 16 tokens take one block more than 9
     text = "\n".join(found.lines)
     assert "config: max_num_batched_tokens is 16 in A and 9 in B" in text
     assert "cut to what was left of the token budget" in "\n".join(found.reasons_b)
@@ -92,8 +92,8 @@ def test_a_smaller_budget_shows_the_first_decision_it_changes_with_both_reasons(
 def test_a_changed_decision_is_found_where_it_is_and_a_changed_number_only_if_no_decision_differs():
     a = record()
     events = list(a)
-    number = next(i for i, e in enumerate(events) if kind_of(e) == "step_started" and e.step == 9)
-    decision = next(i for i, e in enumerate(events) if kind_of(e) == "request_considered" and e.step == 14)
+    number = next(i for i, e in enumerate(events) if e.kind == "step_started" and e.step == 9)
+    decision = next(i for i, e in enumerate(events) if e.kind == "request_considered" and e.step == 14)
     events[number] = msgspec.structs.replace(events[number], num_free_blocks=77)
     found = a.diff(Trace(events))
     assert not found.is_decision and found.fields == ("num_free_blocks",) and found.step == 9
@@ -111,7 +111,7 @@ def test_a_run_that_ends_earlier_parts_there():
 
 def test_a_left_out_event_is_a_difference():
     a = record()
-    i = next(i for i, e in enumerate(a) if kind_of(e) == "block_cached")
+    i = next(i for i, e in enumerate(a) if e.kind == "block_cached")
     assert a.diff(Trace(renumbered([*a.events[:i], *a.events[i + 1 :]]))) is not None
 
 
@@ -221,6 +221,6 @@ def test_every_built_in_scenario_survives_the_way_through_a_trace(name):
 
 def test_without_caching_the_first_hit_is_where_two_runs_part():
     found = diff(record(enable_prefix_caching=True), record(enable_prefix_caching=False))
-    assert found is not None and found.is_decision and kind_of(found.a) == "prefix_matched"
+    assert found is not None and found.is_decision and found.a.kind == "prefix_matched"
     assert any("tokens hit (block" in line for line in found.reasons_a)
     assert any("prefix caching is switched off" in line for line in found.reasons_b)

@@ -33,7 +33,6 @@ from pagedlab.trace.events import (
     SlotsAllocated,
     StepScheduled,
     TraceGap,
-    kind_of,
 )
 from pagedlab.trace.state import EngineState, Fold, same, walk_live
 from pagedlab.trace.trace import Trace
@@ -131,7 +130,7 @@ def test_a_snapshot_inside_the_trace_equals_what_the_fold_has():
             pass
     fold, compared = Fold(), 0
     for event in events:
-        if kind_of(event) == "engine_snapshot" and core.engine_id in fold.states:
+        if event.kind == "engine_snapshot" and core.engine_id in fold.states:
             assert same(fold.states[core.engine_id], EngineState.from_snapshot(event)) is None
             compared += 1
         fold.apply(event)
@@ -186,7 +185,7 @@ def test_without_the_record_numbers_a_missing_state_bearing_event_still_breaks_t
     for cls in STATE_BEARING:
         for i in [i for i, e in enumerate(events) if type(e) is cls and bears_state(e)][:10]:
             with_it, without = fold_all(events[: i + 1]), fold_all(events[:i])
-            assert same(with_it, without) is not None, f"{kind_of(events[i])} (seq {i}) changes nothing"
+            assert same(with_it, without) is not None, f"{events[i].kind} (seq {i}) changes nothing"
 
 
 def bears_state(event):
@@ -216,7 +215,7 @@ def test_a_fold_that_is_wrong_once_is_still_wrong_when_the_step_ends():
             for i, event in enumerate(step):
                 if type(event) in STATE_BEARING and bears_state(event):
                     rest = renumbered([*events[: first + i], *events[first + i + 1 :]])
-                    assert is_broken(rest, live), kind_of(event)
+                    assert is_broken(rest, live), event.kind
                     num_tried += 1
     assert num_tried > 50
 

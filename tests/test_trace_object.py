@@ -11,7 +11,7 @@ import pytest
 
 from pagedlab.errors import UserError
 from pagedlab.trace.check import check
-from pagedlab.trace.events import BlockAllocated, RequestConsidered, StepScheduled, kind_of
+from pagedlab.trace.events import BlockAllocated, RequestConsidered, StepScheduled
 from pagedlab.trace.state import same, walk_live
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
@@ -32,7 +32,7 @@ def test_a_trace_iterates_in_order_and_knows_its_steps_and_requests(run):
     assert len(whole) == len(list(whole)) and whole.header.record == "blocks"
     assert list(whole.steps) == list(range(-1, 40))
     assert whole.steps[12].scheduled.step == 12
-    assert {kind_of(e) for e in whole.steps[12]} >= {"step_started", "step_scheduled", "step_finished"}
+    assert {e.kind for e in whole.steps[12]} >= {"step_started", "step_scheduled", "step_finished"}
     r3 = whole.requests["r3"]
     assert r3.added.request_id == "r3" and r3.finished.finish_reason in ("length", "abort", "stop")
     assert all(e.seq > r3.added.seq for e in r3.events[1:])
@@ -69,7 +69,7 @@ def test_at_any_event_equals_a_fold_from_the_beginning(run):
 def test_at_names_a_moment_by_step_kind_and_request(run):
     core, whole = run
     assert same(whole.at(), walk_live(core)) is None
-    last = [e for e in whole.steps[5] if kind_of(e) == "slots_allocated"][-1]
+    last = [e for e in whole.steps[5] if e.kind == "slots_allocated"][-1]
     assert whole.at(step=5, after="slots_allocated").seq == last.seq
     mine = [e for e in whole.steps[5] if getattr(e, "request_id", None) == last.request_id]
     assert whole.at(step=5, request=last.request_id).seq >= mine[-1].seq
@@ -112,7 +112,7 @@ def test_a_trace_can_be_asked_while_it_fills():
             assert max(live.steps) == number
             assert same(live.at(), walk_live(core)) is None
             assert live.steps[number].scheduled is not None
-    assert kind_of(live.events[-1]) == "trace_finished"
+    assert live.events[-1].kind == "trace_finished"
 
 
 def test_a_part_saves_and_loads_without_a_notice(run, tmp_path, capsys):
@@ -159,8 +159,8 @@ def test_at_answers_quickly_anywhere_in_a_hundred_thousand_events(snapshots):
     if not snapshots:  # as a live list recorded by somebody else may be: states are kept on the way
         from test_trace_fold import renumbered
 
-        first = next(i for i, e in enumerate(big) if kind_of(e) == "engine_snapshot")
-        big = Trace(renumbered([e for i, e in enumerate(big) if kind_of(e) != "engine_snapshot" or i == first]))
+        first = next(i for i, e in enumerate(big) if e.kind == "engine_snapshot")
+        big = Trace(renumbered([e for i, e in enumerate(big) if e.kind != "engine_snapshot" or i == first]))
         big.at()  # the first question folds once
     rng, slowest = random.Random(1), 0.0
     seqs = [rng.choice(big.events).seq for _ in range(40)]

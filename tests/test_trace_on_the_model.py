@@ -11,7 +11,7 @@ from pagedlab.scenarios.library import builtin_names, load_scenario
 from pagedlab.scenarios.run import run
 from pagedlab.trace.check import check
 from pagedlab.trace.diff import canonical
-from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved, kind_of
+from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved
 from pagedlab.trace.file import TraceFile, load_trace
 from pagedlab.trace.state import Fold, same, walk_live
 from pagedlab.trace.trace import Trace
@@ -71,7 +71,7 @@ def test_folding_gives_the_live_state_after_each_step_of_the_real_engine(runner,
     assert compared > 40
     kinds = {type(e) for e in events}
     assert {RowAssigned, RowFreed, BlocksAppended} <= kinds and (runner != "persistent" or RowMoved in kinds)
-    assert any(kind_of(e) == "request_preempted" for e in events)
+    assert any(e.kind == "request_preempted" for e in events)
     notices = []
     assert check(Trace(events), notices) is None and notices == []
 
@@ -82,7 +82,7 @@ def test_each_row_event_of_the_real_worker_bears_state(runner):
     for cls in (RowAssigned, RowFreed, RowMoved, BlocksAppended):
         for i in [i for i, e in enumerate(events) if type(e) is cls][:5]:
             with_it, without = fold(events[: i + 1]), fold(events[:i])
-            assert same(with_it, without) is not None, kind_of(events[i])
+            assert same(with_it, without) is not None, events[i].kind
 
 
 def fold(events):
@@ -131,7 +131,7 @@ def test_the_same_run_twice_is_the_same_canonical_trace():
 def test_a_wrong_slot_or_a_wrong_write_of_the_real_worker_is_found():
     _, events = play("persistent", "kernels", num_steps=12)
     for kind, invariant in (("slots_mapped", "slots"), ("kv_written", "writes")):
-        i = [i for i, e in enumerate(events) if kind_of(e) == kind][3]
+        i = [i for i, e in enumerate(events) if e.kind == kind][3]
         bad = list(events)
         bad[i] = replace(events[i], slot=[events[i].slot[0] ^ 1, *events[i].slot[1:]])
         violation = check(Trace(bad))

@@ -23,7 +23,6 @@ from pagedlab.trace.events import (
     TraceFinished,
     TraceGap,
     TraceHeader,
-    kind_of,
 )
 from pagedlab.trace.trace import Trace, request_ids_of
 from pagedlab.trace.why import explain_step
@@ -52,7 +51,7 @@ _COMPARED: dict[type[Event], tuple[str, ...]] = {}
 
 def canonical(event: Event) -> dict[str, Any]:
     """The event as plain data, without what is volatile; stored examples compare this."""
-    return {"kind": kind_of(event), **{name: msgspec.to_builtins(getattr(event, name)) for name in _compared(event)}}
+    return {"kind": event.kind, **{name: msgspec.to_builtins(getattr(event, name)) for name in _compared(event)}}
 
 
 def _compared(event: Event) -> tuple[str, ...]:
@@ -102,10 +101,10 @@ class Difference:
     def _show(self, event: Event | None) -> str:
         if event is None:
             return "the trace ends here; until now the two agree"
-        names = self.fields or DECISIONS.get(kind_of(event), ())
+        names = self.fields or DECISIONS.get(event.kind, ())
         shown = [name for name in ("request_id",) if hasattr(event, name) and name not in names]
         values = (f"{name}={_short(getattr(event, name))}" for name in (*shown, *names))
-        return f"{kind_of(event)} {', '.join(values)}"
+        return f"{event.kind} {', '.join(values)}"
 
 
 def diff(a: Trace, b: Trace) -> Difference | None:
@@ -122,7 +121,7 @@ def diff(a: Trace, b: Trace) -> Difference | None:
         for left, right in zip_longest(_comparable(a, kinds), _comparable(b, kinds)):
             fields = differing_fields(left, right)
             if fields:
-                kept = DECISIONS[kind_of(left)] if only_decisions else fields
+                kept = DECISIONS[left.kind] if only_decisions else fields
                 fields = tuple(name for name in fields if name in kept and name not in _TEXTS)
             if fields != ():
                 return _explained(a, b, Difference(left, right, fields or (), only_decisions))

@@ -42,6 +42,11 @@ class Event(msgspec.Struct, kw_only=True, gc=False, tag_field="kind"):
     t_ns: int = 0          # monotonic clock
     proc: str = "engine"   # "engine" or "worker:<rank>"
 
+    @property
+    def kind(self) -> str:
+        """The snake_case name it has in the file."""
+        return str(self.__struct_config__.tag)
+
 
 # ------------------------------------------------------------------ the file and the whole engine
 
@@ -731,8 +736,3 @@ class StepFinished(Event, kw_only=True, tag="step_finished"):
 
 EVENT_TYPES: tuple[type[Event], ...] = tuple(Event.__subclasses__())
 KINDS: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENT_TYPES}
-
-
-def kind_of(event: Event) -> str:
-    """The snake_case name an event has in the file."""
-    return str(type(event).__struct_config__.tag)

@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 from pagedlab.errors import UserError, notice
-from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceGap, TraceHeader, kind_of
+from pagedlab.trace.events import EVENT_TYPES, FORMAT, KINDS, VERSION, Event, TraceGap, TraceHeader
 from pagedlab.wording import plural, printable
 
 MAX_BYTES = 2 << 30          # of JSON, decompressed: about ten million records
@@ -207,7 +207,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Event]:
         notice(f"{path}: skipped {skipped} of kinds this version does not know ({kinds})")
     elif lost := _lost_records(events):
         notice(f"{path}: {lost}")
-    ends_early = header.ends_with is not None and kind_of(events[-1]) != header.ends_with
+    ends_early = header.ends_with is not None and events[-1].kind != header.ends_with
     if is_cut or ends_early:
         first = plural(len(events), "record")
         notice(f"{path}: the file is cut; showing its first {first}, up to step {events[-1].step}")

@@ -47,7 +47,6 @@ from pagedlab.trace.events import (
     TablesGathered,
     TokensSampled,
     TraceGap,
-    kind_of,
 )
 
 if TYPE_CHECKING:
@@ -521,4 +520,4 @@ def _some(ids: Iterable[int], most: int = 24) -> str:
 
 def describe(event: Event) -> str:
     """Where an event is, for a message."""
-    return f"{kind_of(event)} (seq {event.seq}, step {event.step})"
+    return f"{event.kind} (seq {event.seq}, step {event.step})"

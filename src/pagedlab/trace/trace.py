@@ -27,7 +27,6 @@ from pagedlab.trace.events import (
     TraceFinished,
     TraceGap,
     TraceHeader,
-    kind_of,
 )
 from pagedlab.trace.file import load_trace, save_trace
 from pagedlab.wording import plural
@@ -352,7 +351,7 @@ class Trace:
             import pandas  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
             raise UserError("to_pandas needs pandas: pip install pandas.") from None
-        rows = [{"kind": kind_of(e), **{f: getattr(e, f) for f in e.__struct_fields__}} for e in self.events]
+        rows = [{"kind": e.kind, **{f: getattr(e, f) for f in e.__struct_fields__}} for e in self.events]
         return pandas.DataFrame(rows)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
