@@ -129,6 +129,17 @@ def test_a_key_that_is_no_tuple_is_one_sentence_and_nothing_is_added():
     core = shape.engine_core()
     with pytest.raises(UserError, match=r"the policy's key of a is 3: return a tuple, \(3,\) for example"):
         core.add_request(shape.request("a", [1, 2, 3], max_tokens=2))
+    assert not core.has_unfinished_requests()
+
+
+class Forgetful(ShortestPromptFirst):
+    def requeue(self, waiting, victim):
+        pass
+
+
+def test_a_policy_that_does_not_put_its_victim_back_is_told_so():
+    with pytest.raises(UserError, match=r"requeue did not put r0 back: call waiting\.add or prepend"):
+        run(load_scenario("priority").with_config(policy=f"{__name__}:Forgetful"))
 
 
 # ------------------------------------------------------------------ the built-in ones

@@ -92,8 +92,8 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add_request(self, request: Request) -> None:
-        self.requests[request.request_id] = request
         self.waiting.add(request)
+        self.requests[request.request_id] = request
         if trace.on:
             trace.emit(RequestAdded.from_request(request, self.waiting.latest_key))
 
@@ -215,7 +215,10 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
+        num_waiting = len(self.waiting)
         self.policy.requeue(self.waiting, victim)
+        if len(self.waiting) != num_waiting + 1:
+            raise UserError(f"the policy's requeue did not put {victim.request_id} back: call waiting.add or prepend.")
         step.preempted.append(victim)
         if trace.decisions:
             trace.emit(
