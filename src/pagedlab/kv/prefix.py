@@ -44,12 +44,13 @@ def find_longest_cache_hit(
             hits[group.group_id] = _search_full(pool, group, group.block_hashes(request), length, alignment)
             length = len(hits[group.group_id]) * group.block_size
     windowed = [group for group in groups if group.sliding_window is not None]
-    agreed = None
-    while agreed != length:
-        agreed = length
+    shortened = True
+    while shortened:
+        before = length
         for group in windowed:
             hits[group.group_id] = _search_window(pool, group, group.block_hashes(request), length, alignment)
             length = len(hits[group.group_id]) * group.block_size
+        shortened = length < before and len(windowed) > 1  # a single one has nothing to add
     return PrefixHit(length, tuple(hits[group.group_id][: length // group.block_size] for group in groups))
 
 
