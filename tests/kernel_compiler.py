@@ -9,8 +9,11 @@ import re
 import subprocess
 import tempfile
 import textwrap
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+from pagedlab.kernels import block_tables, paged_attention, reshape_and_cache, slot_mapping
 from pagedlab.kernels.jit import kernel
 
 
@@ -34,6 +37,39 @@ def compile_for(arch, source, types, constants, num_warps=4, num_stages=2, unali
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True},
     )
+
+
+class Compiled:
+    """Stands in for jit.kernel: compiles what a launch would ask of a GPU that is not there, and launches nothing."""
+
+    def __init__(self, monkeypatch, arch):
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+
+        device = SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda _: 0,
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        )  # fmt: skip
+        monkeypatch.setattr(driver, "_active", device)
+        for module in (block_tables, paged_attention, reshape_and_cache, slot_mapping):
+            monkeypatch.setattr(module, "kernel", self)
+        self.functions = {}  # name of a kernel -> it, with the variants of this arch alone
+
+    def __call__(self, source, how):
+        function = self.functions.setdefault(source.__name__, kernel.__wrapped__(source, "compiled"))
+        return Launcher(lambda grid, *args, **meta: function.run(*args, grid=grid, warmup=True, **meta))
+
+    def variants(self, name):
+        """Compiled kernels, one per specialisation that was asked for."""
+        return list(self.functions[name].device_caches[0][0].values())
+
+
+class Launcher:
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return partial(self.launch, grid)
 
 
 def resources(compiled):

@@ -219,6 +219,7 @@ def test_only_few_long_decodes_are_split():
     assert choose_num_splits(1, 8, 1, 255, num_processors=132) == 1
     assert choose_num_splits(256, 8, 1, 8192, num_processors=132) == 1
     assert choose_num_splits(1, 8, 2, 8192, num_processors=132) == 1
+    assert choose_num_splits(1, 8, 1, 7 * 256, num_processors=132) == 4
 
 
 @pytest.mark.parametrize("path", ["interpreted", "torch_backend", "split"])

@@ -6,6 +6,7 @@ launchable kernel on first use, so that a file of kernels imports without triton
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,8 @@ from torch import Tensor
 from pagedlab.errors import UserError
 
 How = Literal["compiled", "interpreted", "torch"]
+
+CHANGES_EVERY_STEP = ["num_tokens"]  # arguments of which Triton compiles no variants, for 1 or multiples of 16
 
 
 @cache
@@ -35,7 +38,8 @@ def kernel(source: Callable[..., None], how: How) -> Any:
         ) from None
     source.__globals__["tl"] = triton.language  # the source's own name for it: importing takes a third of a second
     if how == "compiled":
-        return triton.jit(source)
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # round product and sum once; 3.10 stops doing it
+        return triton.jit(source, do_not_specialize=CHANGES_EVERY_STEP)
     from triton.runtime.interpreter import InterpretedFunction
 
     return InterpretedFunction(source)

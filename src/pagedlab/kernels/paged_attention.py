@@ -45,8 +45,9 @@ class QueryTiles:
         block_m = max(16, _next_power_of_2(heads_per_kv_head), longest_block_m if is_long else 0)
         step = block_m // heads_per_kv_head
         tiles = [(row, first) for row, query_len in enumerate(query_lens) for first in range(0, query_len, step)]
-        pairs = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(device)
-        return cls(pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), block_m)
+        columns = [[row for row, _ in tiles], [first for _, first in tiles]]
+        batch_idx, first_query = (torch.tensor(column, dtype=torch.int32).to(device) for column in columns)
+        return cls(batch_idx, first_query, block_m)
 
 
 def longest_block_m(head_size: int, element_size: int) -> int:
@@ -59,12 +60,14 @@ def choose_num_splits(num_tiles: int, num_kv_heads: int, max_query_len: int, max
     """Split only decodes that would leave processors idle, into parts worth a program.
 
     One decode of 8192 tokens with 8 key-value heads on 132 processors: 8 programs would run, so the
-    positions are split over min(8192 // 256, 264 // 8, 16) = 16 programs each.
+    positions are split over min(8192 // 256, 264 // 8, 16) = 16 programs each. Always a power of two: each
+    number is a kernel of its own, and a growing decode shall not wait for a compiler every 256 tokens.
     """
     if max_query_len > 1 or not num_tiles:
         return 1
     wanted = 2 * num_processors // (num_tiles * num_kv_heads)
-    return max(1, min(max_seq_len // MIN_POSITIONS_PER_SPLIT, wanted, MAX_SPLITS))
+    most = max(1, min(max_seq_len // MIN_POSITIONS_PER_SPLIT, wanted, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def launch_config(head_size: int, block_m: int, element_size: int) -> dict[str, int]:
