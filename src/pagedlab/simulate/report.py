@@ -28,7 +28,7 @@ DIFFERS = (
     "Max reserves max_model_len for every request, Pow2 the prompt and the output rounded up to a power of two, Oracle "
     "the prompt and the true output; paged takes blocks as tokens come. What differs from the paper's set-up: its "
     "requests have the lengths of ShareGPT conversations, which are not at hand; the lengths here are as stated above. "
-    "Its engine ran OPT-13B on an A100, with 15.7 thousand slots, "
+    "Its engines ran OPT models of several sizes on A100s (OPT-13B on one of them: 15.7 thousand slots, its Table 1), "
     "and requests arrived by the clock; here time is counted in steps, of which a step with many requests really takes "
     "longer. Its Figure 2 averages a whole experiment; the rows here average the steps in which requests waited, as "
     "memory that nobody asks for says nothing about an allocator. Its vLLM is the one of 2023; paged here is the "
