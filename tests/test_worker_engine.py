@@ -314,3 +314,33 @@ def test_memory_is_as_stated_or_a_share_of_what_is_free_and_never_more_than_full
     assert terms["most_that_full_seats_use"] == (8 * 24 + 1) * page
     worker.config = dataclasses.replace(worker.config, kv_cache_memory=12345)
     assert worker.determine_available_memory()[:2] == (12345, "stated")
+
+
+def test_a_gpu_gives_its_share_less_others_weights_and_the_largest_step_and_no_more_than_full_seats_use(monkeypatch):
+    """The figures are made up: 5 MiB of kernels are loaded in the largest step, 1 MiB torch keeps for later."""
+    _, worker = build_engine(MODEL, config())
+    steps, mib = [], 2**20
+    for name, value in {
+        "empty_cache": None, "reset_peak_memory_stats": None, "synchronize": None, "memory_allocated": 20 * mib,
+        "max_memory_allocated": 28 * mib, "memory_reserved": 21 * mib,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (70 * mib if steps else 75 * mib, 100 * mib))
+    worker.device, worker._run_largest_step = torch.device("cuda"), lambda: steps.append(1)
+    worker.config = config(max_num_seqs=1000)
+    available, how, terms = worker.determine_available_memory()
+    assert (available, how) == (90 * mib - 9 * mib - 20 * mib - 8 * mib, "profiled")
+    assert (terms["used_by_others"], terms["weights"], terms["largest_step"]) == (9 * mib, 20 * mib, 8 * mib)
+    worker.config = config(max_num_seqs=2)
+    assert worker.determine_available_memory()[0] == (2 * 24 + 1) * 2 * 4 * 4 * 32 * 4 * 3
+
+
+def test_largest_step_computes_all_tokens_draws_for_all_seats_and_leaves_the_random_stream(monkeypatch):
+    _, worker = build_engine(MODEL, config(max_num_seqs=20, max_num_batched_tokens=30))
+    sampler, model, shapes = worker.runner.sampler, worker.runner.model, []
+    before, draw = sampler.generator.get_state(), sampler.draw
+    monkeypatch.setattr(sampler, "draw", lambda logits, rows: shapes.append(logits.shape) or draw(logits, rows))
+    model.register_forward_hook(lambda module, arguments, hidden: shapes.append(hidden.shape))
+    worker._run_largest_step()
+    assert shapes == [(30, worker.model_config.hidden_size), (20, worker.model_config.vocab_size)]
+    assert torch.equal(sampler.generator.get_state(), before)

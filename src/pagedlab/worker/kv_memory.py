@@ -31,44 +31,52 @@ def share_of_free_ram(config: EngineConfig, specs: Mapping[str, AttentionSpec], 
     blocks and the null block are 32 GiB and 1 MiB, so 40 GiB of free memory give 10 GiB.
     """
     free = free_ram_bytes()
-    block_bytes = sum(spec.page_size_bytes for spec in specs.values())  # of all layers
-    most = (config.max_num_seqs * -(-max_model_len // config.block_size) + 1) * block_bytes
-    terms: dict[str, Scalar] = {
-        "free_ram": free,
-        "share": SHARE_OF_FREE_RAM,
-        "max_num_seqs": config.max_num_seqs,
-        "max_model_len": max_model_len,
-        "most_that_full_seats_use": most,
-    }
+    most, seats = _full_seats(config, specs, max_model_len)
+    terms: dict[str, Scalar] = {"free_ram": free, "share": SHARE_OF_FREE_RAM, **seats}
     return min(int(free * SHARE_OF_FREE_RAM), most), "share_of_free_ram", terms
 
 
-def profile_gpu(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> Available:
+def profile_gpu(
+    config: EngineConfig, specs: Mapping[str, AttentionSpec], max_model_len: int, device: torch.device,
+    run_largest_step: Callable[[], None],
+) -> Available:
     """On a GPU: what is left of the share the engine may use, after weights and the largest step.
 
     A GPU of 80 GB, utilization 0.9, 1.2 GB used outside of torch, 2 GB of weights and 0.8 GB at the peak
     of the largest step: 72 - 1.2 - 2 - 0.8 = 68 GB for the cache. Of the 1.2 GB vLLM 0.14.1 subtracts only
     what its own process uses, not what other programs do; in return it does not start where less than its
-    whole share is free.
+    whole share is free. It also takes all 68 GB where full seats could never fill them, which we leave: a
+    small model would get millions of blocks, and a snapshot names each.
     """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
-    others = total - free - torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)  # after the step, which loads kernels
+    others = total - free - torch.cuda.memory_reserved(device)
     available = int(total * config.gpu_memory_utilization) - others - weights - activations
+    most, seats = _full_seats(config, specs, max_model_len)
     terms: dict[str, Scalar] = {
         "total": total,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "used_by_others": others,
         "weights": weights,
         "largest_step": activations,
+        **seats,
     }
-    return max(available, 0), "profiled", terms
+    return min(max(available, 0), most), "profiled", terms
+
+
+def _full_seats(
+    config: EngineConfig, specs: Mapping[str, AttentionSpec], max_model_len: int
+) -> tuple[int, dict[str, Scalar]]:
+    """Bytes that full seats and the null block use; the same as a term, behind the numbers it comes from."""
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())  # of all layers
+    most = (config.max_num_seqs * -(-max_model_len // config.block_size) + 1) * block_bytes
+    terms: dict[str, Scalar] = {"max_num_seqs": config.max_num_seqs, "max_model_len": max_model_len}
+    return most, terms | {"most_that_full_seats_use": most}
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:

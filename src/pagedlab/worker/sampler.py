@@ -57,7 +57,7 @@ class Sampler:
         ]
         if drawn:
             rows = [requests[batch_idx] for batch_idx in drawn]
-            token_ids[drawn] = self._draw(logits[drawn], rows)
+            token_ids[drawn] = self.draw(logits[drawn], rows)
         sampled = token_ids.tolist()
         wanted = {
             batch_idx: request.sampling_params.logprobs
@@ -89,7 +89,7 @@ class Sampler:
         logits[rows, columns] = float("-inf")
         return logits
 
-    def _draw(self, logits: Tensor, requests: Sequence[CachedRequestState]) -> Tensor:
+    def draw(self, logits: Tensor, requests: Sequence[CachedRequestState]) -> Tensor:
         """One draw from each row's distribution: [N, vocab] float32 → [N] int64."""
         params = [request.sampling_params for request in requests]
         logits = logits / _column([p.temperature for p in params], logits)

@@ -20,10 +20,12 @@ from pagedlab.kernels.jit import How
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.loader import load_model
+from pagedlab.sampling_params import SamplingParams
 from pagedlab.sched.output import ModelRunnerOutput, SchedulerOutput
 from pagedlab.trace.events import RowState
 from pagedlab.worker.kv_memory import Available, profile_gpu, share_of_free_ram
 from pagedlab.worker.persistent_batch import PersistentBatchRunner
+from pagedlab.worker.requests import CachedRequestState
 from pagedlab.worker.runner import GPUModelRunner
 from pagedlab.worker.sampler import Sampler
 from pagedlab.worker.state_table import StateTableRunner
@@ -77,10 +79,11 @@ class Worker:
         """Bytes the cache may take, how that was found, and the terms of the arithmetic."""
         if self.config.kv_cache_memory is not None:
             return self.config.kv_cache_memory, "stated", {"kv_cache_memory": self.config.kv_cache_memory}
+        specs, max_model_len = self.get_kv_cache_specs(), self.config.max_model_len
+        max_model_len = max_model_len or self.model_config.max_position_embeddings
         if self.device.type == "cuda":
-            return profile_gpu(self.config, self.device, self._run_largest_step)
-        max_model_len = self.config.max_model_len or self.model_config.max_position_embeddings
-        return share_of_free_ram(self.config, self.get_kv_cache_specs(), max_model_len)
+            return profile_gpu(self.config, specs, max_model_len, self.device, self._run_largest_step)
+        return share_of_free_ram(self.config, specs, max_model_len)
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
@@ -90,7 +93,12 @@ class Worker:
         model = self.runner.model
         with set_forward_context({}):
             hidden = model(tokens, tokens)
-        model.compute_logits(hidden[: self.config.max_num_seqs]).float().softmax(-1)
+        logits = model.compute_logits(hidden[: self.config.max_num_seqs])
+        seeded = CachedRequestState(  # with a generator of its own: the engine's draws its first number for a request
+            req_id="", prompt_token_ids=[], sampling_params=SamplingParams(top_p=0.5), block_ids=(),
+            num_computed_tokens=0, generator=torch.Generator(self.device),
+        )  # fmt: skip
+        self.runner.sampler.draw(logits, [seeded] * len(logits))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the cache and the runner's tables."""
