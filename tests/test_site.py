@@ -31,7 +31,7 @@ from pagedlab.trace.events import KINDS, RequestAdded
 from pagedlab.viewer.widget import viewer
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("index", "figures", "misconceptions", "errata", "known-faults", "reading")
+PAGES = ("index", "figures", "misconceptions", "errata", "known-faults", "reading", "your-own")
 
 
 @functools.cache
@@ -308,7 +308,7 @@ def named_in(text):
     recordings = set()
     for sentence in re.findall(r"[Rr]ecord(?:ings?|ed (?:table|example)s?)\b((?:[ :,and]*`[\w-]+`)+)", text):
         recordings |= set(re.findall(r"`([\w-]+)`", sentence))
-    return recordings, set(re.findall(r"--scenario ([\w-]+)", text))
+    return recordings, set(re.findall(r"--scenario ([\w-]+)(?![\w.-])", text))
 
 
 def test_the_evidence_that_pages_point_to_exists():
