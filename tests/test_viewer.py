@@ -271,6 +271,18 @@ def test_what_was_read_for_a_request_that_has_left_is_not_denied(browser, tmp_pa
     page.close()
 
 
+def test_a_block_that_is_no_longer_marked_leaves_no_trace_on_its_neighbours(browser, tmp_path):
+    write_page(stored("preemption"), tmp_path / "marks.html")
+    page = Page(browser, tmp_path / "marks.html")
+    pixels = "viewer.pool.canvas.toDataURL()"
+    before = page.tab.evaluate(pixels)
+    page.tab.evaluate("viewer.chooseBlock(2)")
+    assert page.tab.evaluate(pixels) != before
+    page.tab.keyboard.press("Escape")
+    assert page.tab.evaluate(pixels) == before
+    page.close()
+
+
 def chain(page, design):
     """The links of one design's chain: {name: what is shown}."""
     links = page.inside(f'.links[data-design="{design}"] .link').all()
@@ -429,6 +441,20 @@ def test_the_kernels_reads_are_shown_for_the_chosen_query(browser, tmp_path):
     log = next(e for e in events if e.kind == "kv_written" and e.layer == layers[0])
     shown = [int(b.inner_text().split()[1]) for b in page.inside(".writes .blocks >> nth=0").locator(".head").all()]
     assert shown == list(dict.fromkeys(log.block_id))
+    page.close()
+
+
+def test_without_a_choice_lens_and_reads_show_the_request_that_the_event_is_about(browser, tmp_path):
+    trace = stored("two-five-three")
+    write_page(trace, tmp_path / "about.html")
+    page = Page(browser, tmp_path / "about.html")
+    events = shown_events(trace)
+    texts = {"r0": "was", "r1": "to", "r2": "Darcy"}
+    for i, event in enumerate(events):
+        if event.kind == "kv_read" and event.step == 0:
+            page.goto(i)
+            assert chain(page, "persistent")["token"].strip() == texts[event.request_id]
+            assert f"for the queries of {event.request_id}: block" in page.inside(".writes").inner_text()
     page.close()
 
 

@@ -43,16 +43,15 @@ export class Lens {
       ...this.chains(chosen.request, chosen.position, group))));
   }
 
-  /** The chosen token; else the last one of this step's batch, so that the lens is never empty while something runs;
-   * where the batch was not recorded, the last one computed of the request shown. */
+  /** The chosen token; else the last one computed of the request shown, or, if it has none, of this step's batch. */
   token() {
     const { viewer } = this;
     if (viewer.token) return viewer.token;
-    const map = viewer.past().findLast((e) => e.kind === "slots_mapped");
-    if (map?.token.length) return { request: viewer.requestOf(map.request_id.at(-1)), position: map.position.at(-1) };
     const request = viewer.shownRequest();
-    const r = request === null ? undefined : viewer.cursor.state.requests.get(request);
-    return request === null || !r?.computed ? null : { request, position: r.computed - 1 };
+    const computed = request === null ? 0 : viewer.cursor.state.request(request).computed;
+    if (request !== null && computed) return { request, position: computed - 1 };
+    const map = viewer.past().findLast((e) => e.kind === "slots_mapped");
+    return map?.token.length ? { request: viewer.requestOf(map.request_id.at(-1)), position: map.position.at(-1) } : null;
   }
 
   /** The way from a token to its slot: as recorded, and as the other index design would go.

@@ -85,14 +85,14 @@ export class Pool {
     context.fillRect(x, y, size, size);
     context.fillStyle = is >= 3 ? hue(owner) : colour(["dim", "empty", "cached"][is]);
     context.fillRect(x, y, s, s);
-    const outline = (/** @type {string} */ name, /** @type {number} */ width, /** @type {number} */ inset) => {
+    const outline = (/** @type {string} */ name, /** @type {number} */ width, inset = width / 2) => { // within the cell
       context.strokeStyle = colour(name);
       context.lineWidth = width;
       context.strokeRect(x + inset, y + inset, s - 2 * inset, s - 2 * inset);
     };
     if (is === 2 && size > 6) hatch(context, x, y, s, s, colour("paper"));
-    if (is === 1 && size > 5) outline("line", 1, 0.5);
-    if (is === 4 && size > 5) outline("ink", size > 12 ? 2.5 : 1, 1);
+    if (is === 1 && size > 5) outline("line", 1);
+    if (is === 4 && size > 5) outline("ink", size > 12 ? 2.5 : 1);
     if (place) {
       context.fillStyle = `rgba(128,128,128,${0.75 - 0.7 * (place / Math.max(1, numFree))})`;
       context.fillRect(x, y, s, s);
@@ -104,16 +104,16 @@ export class Pool {
       context.textBaseline = "middle";
       context.fillText(place ? `${place}.` : is === 0 ? "∅" : is === 4 ? `${block}×${refs}` : String(block), x + s / 2, y + s / 2);
     }
-    if (marks & 1 && block) outline("accent", size > 12 ? 2 : 1, 0.5);
+    if (marks & 1 && block) outline("accent", size > 12 ? 2 : 1);
     if (marks & 2) {
       context.fillStyle = colour("accent");
       context.fillRect(x, y + s - Math.max(2, s / 6), s, Math.max(2, s / 6));
     }
     if (marks & 8) { // the chosen token's block
-      outline("paper", 1, 2.5);
-      outline("ink", 3, 1);
+      outline("paper", 1, 3.5);
+      outline("ink", 3);
     }
-    if (marks & 4) outline("alert", 2.5, 1);
+    if (marks & 4) outline("alert", 2.5);
   }
 
   /** Blocks that the attention kernel reported to have read, for the request shown. */

@@ -113,7 +113,7 @@ export class Timeline {
     context.textAlign = "center";
     context.textBaseline = "top";
     for (let i = 0; i < this.steps; i += 1) {
-      if (columns.step[i] >= 0 && columns.step[i] % every === 0) context.fillText(String(columns.step[i]), (i + 0.5) * bar, BARS_HEIGHT + 2);
+      if (columns.step[i] >= 0 && columns.step[i] % every === 0) context.fillText(String(columns.step[i]), Math.max((i + 0.5) * bar, 5 * theme.unit), BARS_HEIGHT + 2);
     }
   }
 }

@@ -15,7 +15,8 @@ import { Queues } from "./queues.js";
 import { Tables } from "./tables.js";
 import { Lanes, Timeline } from "./timeline.js";
 
-const REST_MS = 30; // a scrubber that stands still so long has come to rest
+const REST_MS = 30;       // a scrubber that stands still so long has come to rest
+const LONG_REQUEST = 100; // tokens whose block tables need the whole width of the page
 
 /** Put a viewer into an element.
  * @param {HTMLElement} host
@@ -43,7 +44,8 @@ export class Viewer {
     this.goal = -1;       // where to go next; several wishes within a frame become one
     this.busy = false;
     /** @type {Promise<void>} */ this.settled = Promise.resolve();
-    this.main = el("div", { class: "viewer", tabindex: -1 });
+    const isLong = meta.requests.some((/** @type {any} */ r) => r.tokens.length > LONG_REQUEST);
+    this.main = el("div", { class: `viewer${isLong ? " long" : ""}`, tabindex: -1 });
     this.theme = new Theme(this.main);
     this.controls = new Controls(this);
     this.timeline = new Timeline(this);
