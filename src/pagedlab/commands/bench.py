@@ -111,13 +111,13 @@ def _throughput(
         vocab_size=llm.model_config.vocab_size, seed=llm.config.seed,
     )  # fmt: skip
     run_engine(llm, workload)
-    memory = _peak_memory_bytes()  # before a rival takes its own
+    worker: Any = llm.core.executor
+    memory = _peak_memory_bytes(worker.device.type)  # before a rival takes its own
     rival = None
     if compare is not None:
         from pagedlab.bench.padded import PaddedGenerate
         from pagedlab.models.resolve import resolve_model
 
-        worker: Any = llm.core.executor
         rival = PaddedGenerate(resolve_model(llm.config.model), dtype=worker.dtype, device=worker.device)
         rival.run(workload)
     ours, theirs, bare = [], [], []
@@ -212,6 +212,8 @@ def _describe(report: dict[str, Any]) -> str:
         rest -= stages[outer]
         if outer == "execute_model":
             lines += [f"  {stages[s] / seconds:14.1%} {s}" for s in INNER_STAGES if s in stages]
+            if engine["device"] == "cuda":
+                lines.append(" " * 17 + "(of the host, which waits for the GPU in sample)")
     lines += [
         f"  {rest / seconds:10.1%} text and the rest",
         "",
@@ -264,11 +266,11 @@ def _range(name: str, text: str) -> tuple[int, int]:
     return least, most
 
 
-def _peak_memory_bytes() -> int:
-    """The most that was held so far: of the GPU if there is one, else of the process."""
-    import torch
+def _peak_memory_bytes(device: str) -> int:
+    """The most that was held so far: of the GPU if the engine ran there, else of the process."""
+    if device == "cuda":
+        import torch
 
-    if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -152,7 +152,8 @@ def _out_of_memory_says(sentence: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as e:  # torch raises the first, numpy the second
-        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
+        text = str(e).lower()
+        if isinstance(e, RuntimeError) and ("memory" not in text or "memory access" in text):  # a GPU's "illegal" one
             raise
         raise UserError(sentence) from e
 
