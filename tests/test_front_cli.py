@@ -335,6 +335,14 @@ def test_why_answers_about_a_slot_and_without_a_request_names_them(pagedlab, tmp
     assert pagedlab("why", file, "r0", "--slot", "18")[0] == 2
 
 
+def test_steps_of_a_page_that_end_before_they_begin_are_refused(pagedlab, tmp_path):
+    file = str(tmp_path / "t.jsonl")
+    pagedlab(*TRACE, "--out", file)
+    assert pagedlab("view", file, "--steps", "2:1") == (
+        2, "", "pagedlab: --steps is '2:1': the first step comes after the last.\n"
+    )  # fmt: skip
+
+
 def test_a_trace_that_cannot_be_written_is_not_said_to_be_anywhere(pagedlab, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     status, _, err = pagedlab(*TRACE, "--out", str(tmp_path / "loop"))

@@ -14,14 +14,20 @@ from pagedlab.trace.events import LEVELS
 from pagedlab.wording import plural
 
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="A saved trace: .jsonl or .jsonl.zst.")]
+Detail = Annotated[
+    str | None,
+    typer.Option(
+        "--detail", metavar="LEVEL",
+        help="How much to show, each with the former: steps (a line each), decisions (who got what, and why), blocks "
+        "(pool, tables, slots), tensors (the worker's inputs), kernels (what they wrote and read); default blocks.",
+    ),
+]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def replay(
     trace: TracePath,
-    detail: Annotated[
-        str | None, typer.Option("--detail", help=f"How much to show: {', '.join(LEVELS)}; default blocks.")
-    ] = None,
+    detail: Detail = None,
     pause: Annotated[bool, typer.Option("--pause", help="Wait for a key after each step.")] = False,
 ) -> None:
     """Show a saved trace in the same tracer that showed it live."""

@@ -100,7 +100,7 @@ def _options(
     long_prefill_token_threshold: Annotated[
         int | None, _engine("--long-prefill-token-threshold", "Most tokens one request gets in a step; default 0, off.")
     ] = None,
-    policy: Annotated[str | None, _engine("--policy", "fcfs, priority or package.module:name.")] = None,
+    policy: Annotated[str | None, _engine("--policy", "fcfs, priority, or module:Class of your own.")] = None,
     no_prefix_caching: Annotated[bool, _engine("--no-prefix-caching", "Never reuse blocks of other requests.")] = False,
     no_chunked_prefill: Annotated[bool, _engine("--no-chunked-prefill", "Schedule a prompt whole or not.")] = False,
     max_tokens: Annotated[int | None, _sampling("--max-tokens", "Most output tokens; default 32.")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from pagedlab.commands.inspect import Detail
 from pagedlab.commands.knobs import Knobs, takes_knobs
 from pagedlab.commands.prompts import for_model, read_prompts
 from pagedlab.errors import UserError, notice
@@ -30,7 +31,8 @@ def trace(
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; several run together.")
     ] = None,
     scenario: Annotated[
-        str | None, typer.Option("--scenario", metavar="NAME|FILE", help="Run a story instead of prompts.")
+        str | None,
+        typer.Option("--scenario", metavar="NAME|FILE", help="Run a story: one of `pagedlab scenarios`, or a file."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -39,14 +41,16 @@ def trace(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the interactive page of the run as well.")
     ] = None,
-    detail: Annotated[
-        str | None, typer.Option("--detail", help=f"How much to show: {', '.join(LEVELS)}; default blocks.")
-    ] = None,
+    detail: Detail = None,
     record: Annotated[
-        str | None, typer.Option("--record", help="How much to save, never below --detail; default tensors.")
+        str | None,
+        typer.Option(
+            "--record", metavar="LEVEL", help="How much to save, in the same words, never less; default tensors."
+        ),
     ] = None,
     layers: Annotated[
-        str, typer.Option("--layers", metavar="LIST", help="Layers whose kernels are traced: all, 0 or 0,3,5.")
+        str,
+        typer.Option("--layers", metavar="LIST", help="Layers that --record kernels traces: all, 0 or 0,3,5."),
     ] = "all",
     pause: Annotated[bool, typer.Option("--pause", help="Wait for a key after each step.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,

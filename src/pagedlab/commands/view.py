@@ -34,4 +34,6 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal():
         raise UserError(f"--steps is {text!r}: give the first and the last step, for example 0:50.")
+    if int(first) > int(last):
+        raise UserError(f"--steps is {text!r}: the first step comes after the last.")
     return int(first), int(last)

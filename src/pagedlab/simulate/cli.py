@@ -76,7 +76,7 @@ def simulate_command(
     long_prefill_token_threshold: Annotated[
         int | None, _option("--long-prefill-token-threshold", "Most tokens a request gets in a step; 0: off.", _POOL)
     ] = None,
-    policy: Annotated[str | None, _option("--policy", "fcfs, priority or package.module:name.", _POOL)] = None,
+    policy: Annotated[str | None, _option("--policy", "fcfs, priority, or module:Class of your own.", _POOL)] = None,
     no_prefix_caching: Annotated[bool, _option("--no-prefix-caching", "Never reuse blocks.", _POOL)] = False,
     no_chunked_prefill: Annotated[bool, _option("--no-chunked-prefill", "Prompts whole or not.", _POOL)] = False,
 ) -> None:
