@@ -88,6 +88,31 @@ def test_chunks_add_up_to_the_text_and_never_end_in_half_a_character(tokenizer, 
     assert not any(chunk.endswith(REPLACEMENT) for chunk in chunks[:-1])
 
 
+_stop_strings = st.lists(st.sampled_from(("b", ",", "ab", ",b", "ba", "b,a", "aab", ",,b,")), max_size=3)
+
+
+@given(st.lists(st.sampled_from(("a", "b", ",", ",b")), min_size=1, max_size=12), _stop_strings, st.booleans(),
+       st.integers(0, 4))
+def test_text_ends_at_the_first_stop_string_and_no_more_is_held_back_than_may_begin_one(
+    tokenizer, texts, stop, include, min_tokens
+):
+    chunks = stream(tokenizer, [token(tokenizer, t) for t in texts], stop=stop, include_stop_str_in_output=include,
+                    min_tokens=min_tokens)
+    text = released = ""
+    begin = 0  # stop strings count from here on
+    for n, new in enumerate(texts, 1):
+        text += new
+        released += chunks[n - 1]
+        begin = len(text) if n <= min_tokens else begin
+        found = [(text.find(s, begin), s) for s in stop if s in text[begin:]]
+        if found:
+            end, first_of_the_list = found[0]
+            assert released == text[: end + len(first_of_the_list) * include] and len(chunks) == n
+            return
+        held = max((k for s in stop for k in range(1, len(s)) if text[begin:].endswith(s[:k])), default=0)
+        assert released == (text if include or n == len(texts) else text[: len(text) - held])
+
+
 @given(st.lists(st.integers(0, 257), max_size=24), st.booleans())
 def test_bytes_decode_as_the_tokenizers_library_decodes_them(tokenizer, token_ids, skip):
     expected = tokenizer._tokenizer.decode(token_ids, skip_special_tokens=skip)
