@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
 @pytest.fixture
 def gpu_check():
     pytest.importorskip("triton")
+    pytest.importorskip("transformers")
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -25,6 +26,7 @@ def test_every_part_of_the_gpu_script_runs_on_small_sizes(gpu_check, tmp_path):
     checks = [row for part in results.values() if isinstance(part, list) for row in part]
     assert len(checks) >= 15 and all(row["ok"] for row in checks)
     assert results["decode tokens per second"]["16 requests, eager"] > 0
+    assert results["transformers' continuous batching"]["ratio"] > 0
     assert "device copy" in results["bandwidth"]
 
 
