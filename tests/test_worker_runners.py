@@ -18,7 +18,15 @@ from pagedlab.conformance.worker import read_message
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.sched.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved, SlotsMapped, TablesGathered
+from pagedlab.trace.events import (
+    BlocksAppended,
+    RowAssigned,
+    RowFreed,
+    RowMoved,
+    SlotsMapped,
+    TablesGathered,
+    TokensSampled,
+)
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.persistent_batch import PersistentBatch, PersistentBatchRunner
 from pagedlab.worker.state_table import StateTableRunner
@@ -89,6 +97,12 @@ class RunnersOnASchedule:
                 for req_id, discarded in zip(batch.req_ids, batch.sample_is_discarded, strict=True)
             }
             runner.keep_tokens(sampled)
+            if trace.decisions and runner is self.runners[0]:  # what a sampler would say
+                for row in runner.row_states():
+                    if row.request_id in sampled:
+                        tokens = sampled[row.request_id]
+                        trace.emit(TokensSampled(request_id=row.request_id, row=row.row, token_id=sum(tokens),
+                                                 kept=bool(tokens)))
             answers.append((self.by_request(batch), sampled))
         while self.meanwhile:
             self.meanwhile.pop()()
