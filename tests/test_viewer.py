@@ -482,6 +482,18 @@ def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
     page.close()
 
 
+def test_the_queue_says_what_the_prefix_cache_gave(browser, tmp_path):
+    trace = stored("prefix-hit")
+    write_page(trace, tmp_path / "hit.html")
+    page = Page(browser, tmp_path / "hit.html")
+    events = shown_events(trace)
+    hit = next(e for e in events if e.kind == "prefix_matched" and e.num_computed_tokens)
+    page.goto(max(i for i, e in enumerate(events) if e.step == hit.step))
+    said = f"from waiting: {hit.num_computed_tokens} tokens found in the prefix cache: granted 3 of 3 tokens"
+    assert said in page.inside('[data-queue="running"]').inner_text()
+    page.close()
+
+
 def test_tables_of_several_groups_stand_side_by_side(browser, tmp_path):
     (_, trace), *_ = recorded(["hybrid_decode"])
     path = tmp_path / "groups.html"

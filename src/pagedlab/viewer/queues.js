@@ -17,14 +17,14 @@ export class Queues {
 
   draw() {
     const { state } = this.viewer.cursor;
-    const { said, rest } = this.reasons();
+    const { said, hits, rest } = this.reasons();
     const from = this.cameFrom();
     const before = this.chipPlaces();
     const column = (/** @type {string} */ name, /** @type {number[]} */ queue) => {
       const items = queue.slice(0, MOST_CHIPS).map((request) => {
         const id = this.viewer.idOf(request), origin = from.get(id);
         const came = origin === "new" ? "just arrived" : origin && origin !== name ? `from ${origin}` : "";
-        return this.chip(request, [came, said.get(id) ?? rest[name] ?? ""].filter(Boolean).join(": "));
+        return this.chip(request, [came, hits.get(id), said.get(id) ?? rest[name]].filter(Boolean).join(": "));
       });
       const { request } = this.viewer;
       const chosen = request !== null && queue.indexOf(request) >= MOST_CHIPS ? `, ${this.viewer.idOf(request)} among them` : "";
@@ -40,6 +40,7 @@ export class Queues {
   /** Why each request did or did not move in this step, from the scheduler's own words. */
   reasons() {
     /** @type {Map<string, string>} */ const said = new Map();
+    /** @type {Map<string, string>} */ const hits = new Map();
     /** @type {Record<string, any>} */ const rest = {};
     const { reasons } = this.viewer.meta;
     for (const r of this.viewer.past()) {
@@ -48,13 +49,15 @@ export class Queues {
         const numbers = r.num_needed_blocks != null ? ` (needs ${r.num_needed_blocks}, ${r.num_free_blocks} free)` : "";
         const verb = r.outcome === "scheduled" ? `granted ${r.num_tokens_granted} of ${plural(r.num_tokens_wanted, "token")}` : r.outcome;
         said.set(r.request_id, r.reason === "all_tokens" ? verb : `${verb}: ${why}${numbers}`);
+      } else if (r.kind === "prefix_matched" && r.num_computed_tokens) {
+        hits.set(r.request_id, `${plural(r.num_computed_tokens, "token")} found in the prefix cache`);
       } else if (r.kind === "request_preempted") {
         said.set(r.request_id, `preempted for ${r.on_behalf_of}: ${r.rule}`);
       } else if (r.kind === "queue_not_reached") {
         rest[r.queue] = `not looked at: ${reasons[r.reason] ?? r.reason}`;
       }
     }
-    return { said, rest };
+    return { said, hits, rest };
   }
 
   /** Which queue each request stood in when this step began, from the records: request id -> queue. */
