@@ -63,6 +63,17 @@ def test_a_knob_left_to_its_default_counts_as_a_difference_of_the_engines():
     assert found is not None and found.notes == ["config: policy is 'fcfs' in A and 'priority' in B"]
 
 
+def test_a_last_step_that_schedules_nothing_is_no_difference_but_one_that_does_is():
+    with tracing() as trace:
+        run_scenario(load_scenario("budget"))
+    last = max(trace.steps)
+    assert not trace.steps[last].scheduled.num_scheduled_tokens and trace.steps[last - 1].scheduled.num_scheduled_tokens
+    without = Trace([e for e in trace if e.step < last])
+    assert trace.diff(without) is None and without.diff(trace) is None
+    shorter = Trace([e for e in trace if e.step < last - 1])
+    assert trace.diff(shorter).step == shorter.diff(trace).step == last - 1
+
+
 def test_what_differs_before_the_first_step_is_said_to_be_there():
     traces = []
     for name in ("abort", "budget"):

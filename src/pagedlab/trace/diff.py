@@ -111,14 +111,16 @@ def diff(a: Trace, b: Trace) -> Difference | None:
     """The first decision in which two runs part, else the first number that differs, else None.
 
     Traces of different levels are compared at what both hold. Numbers are compared in the kinds of
-    events that both hold, since a run without a model has no worker to speak; texts are not.
+    events that both hold, since a run without a model has no worker to speak; texts are not. Steps that
+    only one has and that schedule nothing do not count: a scenario ends with one, ``LLM.generate`` does not.
     """
+    last = _last_step_that_counts(a, b)
     depth = min(LEVELS.index(a.header.record), LEVELS.index(b.header.record))
     held = [{type(e) for e in t if LEVELS.index(e.level) <= depth} - _NOT_COMPARED for t in (a, b)]
     decisions = {KINDS[kind] for kind in DECISIONS if LEVELS.index(KINDS[kind].level) <= depth}
     for kinds in (decisions, held[0] & held[1]):
         only_decisions = kinds is decisions
-        for left, right in zip_longest(_comparable(a, kinds), _comparable(b, kinds)):
+        for left, right in zip_longest(_comparable(a, kinds, last), _comparable(b, kinds, last)):
             fields = differing_fields(left, right)
             if fields:
                 kept = DECISIONS[left.kind] if only_decisions else fields
@@ -142,10 +144,21 @@ def _ordered(value: Any) -> Any:
     return list(value.items()) if isinstance(value, dict) else value
 
 
-def _comparable(trace: Trace, kinds: set[type[Event]]) -> Iterator[Event]:
+def _last_step_that_counts(a: Trace, b: Trace) -> int:
+    """The last step of the shorter run if the longer one only idles after it, else of the longer one."""
+    shorter, longer = sorted((a, b), key=lambda trace: max(trace.steps, default=-1))
+    end = max(shorter.steps, default=-1)
+    scheduled = [step.scheduled for number, step in longer.steps.items() if number > end]
+    is_idle = all(s is not None and not s.num_scheduled_tokens and not s.preempted for s in scheduled)
+    return end if is_idle else max(longer.steps)
+
+
+def _comparable(trace: Trace, kinds: set[type[Event]], last_step: int) -> Iterator[Event]:
     engine = trace.engine
     for event in trace:
-        if event.engine == engine and type(event) in kinds and not (type(event) is TokensSampled and not event.kept):
+        if event.engine == engine and type(event) in kinds and event.step <= last_step and not (
+            type(event) is TokensSampled and not event.kept
+        ):
             yield event
 
 
