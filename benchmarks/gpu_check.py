@@ -131,7 +131,7 @@ def check_attention(check: Check) -> list[dict[str, Any]]:
     cases += [{"block_size": size} for size in (1, 8, 64, 256)]
     cases += [{"window": 100}, {"num_heads": 24}, {"num_heads": 8}, {"num_heads": 32, "num_kv_heads": 2}]
     results = []
-    for case in cases[:2] if check.quick else cases:
+    for case in cases[:3] if check.quick else cases:
         for dtype in TOLERANCE:
             for splits in (1, 4) if dtype == torch.float32 else (1,):
                 error = AttentionCase(check, rows, dtype=dtype, **case).error(splits)
