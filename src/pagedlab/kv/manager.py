@@ -15,9 +15,8 @@ from pagedlab.kv.block_pool import BlockPool
 from pagedlab.kv.group import KVCacheGroup
 from pagedlab.kv.prefix import PrefixHit, find_longest_cache_hit
 from pagedlab.kv.prefix_events import prefix_matched
-from pagedlab.kv.specs import KVCacheConfig
+from pagedlab.kv.specs import BlockIds, KVCacheConfig
 from pagedlab.request import Request
-from pagedlab.sched.output import BlockIds
 from pagedlab.trace.events import SlotsAllocated, SlotsRefused, WhyFreed
 from pagedlab.trace.tracer import trace
 

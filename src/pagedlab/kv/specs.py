@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+BlockIds = tuple[list[int], ...]  # one list per KV-cache group
+
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedlab.kv.specs import BlockIds
 from pagedlab.sampling_params import SamplingParams
-
-BlockIds = tuple[list[int], ...]  # one list per KV-cache group
 
 
 @dataclass(slots=True)

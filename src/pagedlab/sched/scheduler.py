@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pagedlab.config import SchedulerConfig
 from pagedlab.errors import UserError
 from pagedlab.kv.manager import KVCacheManager
-from pagedlab.kv.specs import KVCacheConfig
+from pagedlab.kv.specs import BlockIds, KVCacheConfig
 from pagedlab.request import Request, RequestStatus
 from pagedlab.sched.output import (
-    BlockIds,
     CachedRequestData,
     EngineCoreOutput,
     ModelRunnerOutput,

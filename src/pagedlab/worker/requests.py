@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagedlab.kv.specs import BlockIds
 from pagedlab.sampling_params import SamplingParams
-from pagedlab.sched.output import BlockIds
 
 
 @dataclass(slots=True)

@@ -21,16 +21,9 @@ from pagedlab.attention.metadata import CommonAttentionMetadata
 from pagedlab.config import EngineConfig
 from pagedlab.kernels.jit import How, PointerTable
 from pagedlab.kernels.slot_mapping import PAD_SLOT_ID, compute_slot_mapping
-from pagedlab.kv.specs import KVCacheConfig
+from pagedlab.kv.specs import BlockIds, KVCacheConfig
 from pagedlab.models.qwen3 import Qwen3ForCausalLM
-from pagedlab.sched.output import (
-    BlockIds,
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-    TopLogprobs,
-)
+from pagedlab.sched.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, TopLogprobs
 from pagedlab.trace.events import RowState
 from pagedlab.trace.tracer import trace
 from pagedlab.worker.batch_events import batch_events
