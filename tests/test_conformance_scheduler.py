@@ -144,6 +144,13 @@ def test_a_left_out_step_is_reported():
     assert replay(document).first_difference["step"] == 4
 
 
+def test_a_step_with_an_endless_number_is_reported():
+    document = recording("preempt_newest")
+    document["steps"][3]["step"] = 2**63
+    first = replay(document).first_difference
+    assert (first["step"], first["field"], first["got"]) == (2**63, "step", 3)
+
+
 def test_a_refused_reset_recorded_as_done_is_reported():
     document = recording("reset_prefix_cache")
     step = next(s for s in document["steps"] if s.get("reset_results") == [False])

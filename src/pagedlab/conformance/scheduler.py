@@ -154,18 +154,18 @@ def _report(scenario: Scenario, document: dict[str, Any], difference: Difference
     ]
     if step is not None:
         lines.append("  our events of that step:")
-        lines += [f"    {line}" for line in _describe_events(scenario, step)]
+        lines += [f"    {line}" for line in _describe_events(scenario, step, len(document["steps"]))]
     return "\n".join(lines) + "\n"
 
 
-def _describe_events(scenario: Scenario, step: int) -> Iterator[str]:
-    """Replay once more with tracing on, and say what the scheduler said."""
+def _describe_events(scenario: Scenario, step: int, num_steps: int) -> Iterator[str]:
+    """Replay once more with tracing on, and say what the scheduler said; ``step`` may be any number."""
     import msgspec
 
     events: list[Event] = []
     with tracing("blocks") as recorded:
         replay = Replay(scenario)
-        for _ in range(step + 1):
+        for _ in range(min(step + 1, num_steps)):
             replay.step()
         events = list(recorded)
     envelope = ("kind", "seq", "engine", "step", "t_ns", "proc")
