@@ -72,6 +72,8 @@ def changed(path: list, value: object) -> dict:
         (changed(["config", "enable_prefix_caching"], 1), "enable_prefix_caching must be true or false"),
         (changed(["config", "groups"], []), "groups must be a list"),
         (changed(["config", "groups"], [{"kind": "full", "block_size": 6}]), "multiple of the block_size 4"),
+        (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "layers": 3}]), "layers 3: give a list"),
+        (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "layers": [3]}]), r"layers \[3\]: give a list"),
         (changed(["config", "groups"], [{"kind": "cross", "block_size": 4}]), "kind 'cross'"),
         (changed(["config", "groups"], [{"kind": "sliding_window", "block_size": 4}]), "sliding_window None"),
         (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "sliding_window": 8}]), "leave the window"),

@@ -127,6 +127,9 @@ def _check_groups(groups: Any, hash_block_size: int, where: str) -> None:
         place = f"{where}: group {i}"
         _known(group, GROUP_FIELDS, place)
         size, window, kind = group.get("block_size"), group.get("sliding_window"), group.get("kind")
+        layers = group.get("layers", ["any"])
+        if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
+            raise UserError(f"{place} has layers {layers!r}: give a list of names, or leave it out.")
         if type(size) is not int or size < 1 or size % hash_block_size:
             raise UserError(f"{place} has block_size {size!r}: give a multiple of the block_size {hash_block_size}.")
         if kind not in ("full", "sliding_window"):
