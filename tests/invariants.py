@@ -20,6 +20,7 @@ from hashlib import sha256
 from math import lcm
 from typing import Any
 
+from live import walk_live
 from pagedlab.engine.core import EngineCore
 from pagedlab.kv.block import KVCacheBlock
 from pagedlab.kv.block_pool import BlockPool
@@ -38,7 +39,7 @@ from pagedlab.trace.events import (
     RowState,
     TraceHeader,
 )
-from pagedlab.trace.state import Fold, same, walk_live
+from pagedlab.trace.state import Fold, same
 from pagedlab.trace.tracer import trace
 from truth import Truth, Untrue
 

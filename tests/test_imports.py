@@ -69,8 +69,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 # (importer, imported): single places that a rule would forbid, each for a reason.
 EXCEPTIONS = {
-    ("trace.state", "engine.core"),  # a type: walk_live reads a live engine, for tests of the fold
-    ("trace.state", "kv.hashing"),   # walk_live, the same short hashes
     ("trace.trace", "viewer.widget"),        # what leads from a trace to its pictures: one lazy line each
     ("trace.trace", "display.block_table"),
     ("trace.trace", "display.tables"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from live import walk_live
 from pagedlab.engine.core import EngineCore
 from pagedlab.errors import UserError
 from pagedlab.trace.check import check
@@ -34,7 +35,7 @@ from pagedlab.trace.events import (
     StepScheduled,
     TraceGap,
 )
-from pagedlab.trace.state import EngineState, Fold, same, walk_live
+from pagedlab.trace.state import EngineState, Fold, same
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from standin import StandInExecutor, make_request, make_scheduler

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
+from live import walk_live
 from pagedlab.errors import UserError
 from pagedlab.trace.check import check
 from pagedlab.trace.events import BlockAllocated, RequestConsidered, StepScheduled
-from pagedlab.trace.state import same, walk_live
+from pagedlab.trace.state import same
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
 from test_trace_fold import fold_all, new_core, random_actions, recording

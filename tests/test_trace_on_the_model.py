@@ -7,13 +7,14 @@ import random
 import msgspec
 import pytest
 
+from live import walk_live
 from pagedlab.scenarios.library import builtin_names, load_scenario
 from pagedlab.scenarios.run import run
 from pagedlab.trace.check import check
 from pagedlab.trace.diff import canonical
 from pagedlab.trace.events import BlocksAppended, RowAssigned, RowFreed, RowMoved
 from pagedlab.trace.file import TraceFile, load_trace
-from pagedlab.trace.state import Fold, same, walk_live
+from pagedlab.trace.state import Fold, same
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace, tracing
 from pagedlab.trace.why import why

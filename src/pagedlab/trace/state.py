@@ -1,8 +1,8 @@
 """The engine's state at a moment, rebuilt by folding the trace event by event.
 
 A fold starts at an ``engine_snapshot`` and applies what follows; at level `blocks` and above it
-arrives at exactly what a walk over the live objects finds (:func:`walk_live`). Nothing here asks
-the engine anything: what an event does not say, the state does not know.
+arrives at exactly what a walk over the live objects finds. Nothing here asks the engine anything:
+what an event does not say, the state does not know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagedlab.errors import UserError
 from pagedlab.trace.events import (
@@ -48,9 +48,6 @@ from pagedlab.trace.events import (
     TokensSampled,
     TraceGap,
 )
-
-if TYPE_CHECKING:
-    from pagedlab.engine.core import EngineCore
 
 
 @dataclass
@@ -429,47 +426,7 @@ def _copy_row(row: RowState) -> RowState:
     return RowState(row=row.row, request_id=row.request_id, block_ids=_copy_groups(row.block_ids))
 
 
-# ------------------------------------------------------------------ the other way to the same state
-
-
-def walk_live(core: EngineCore) -> EngineState:
-    """The same state, read off the live objects one by one; for tests."""
-    from pagedlab.kv.hashing import short_hash
-
-    scheduler, manager = core.scheduler, core.scheduler.kv_cache_manager
-    pool = manager.block_pool
-    requests = {}
-    for request_id, request in scheduler.requests.items():
-        requests[request_id] = RequestState(
-            request_id=request_id,
-            status=request.status.value,
-            token_ids=list(request.all_token_ids),
-            token_texts=None,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            priority=request.priority,
-            arrival_time=request.arrival_time,
-            queue_key=[],
-            block_ids=[list(ids) for ids in manager.get_block_ids(request_id)],
-        )
-    return EngineState(
-        engine=core.engine_id,
-        step=core.step_id,
-        seq=-1,
-        block_sizes=[group.block_size for group in manager.groups],
-        sliding_windows=[group.sliding_window for group in manager.groups],
-        num_blocks=pool.num_blocks,
-        requests=requests,
-        waiting=[r.request_id for r in scheduler.waiting],
-        running=[r.request_id for r in scheduler.running],
-        free_queue=OrderedDict.fromkeys(b.block_id for b in pool.free_block_queue),
-        ref_counts={b.block_id: b.ref_cnt for b in pool.blocks[1:] if b.ref_cnt},
-        cached_blocks={b.block_id: short_hash(b.block_hash) for b in pool.blocks if b.block_hash is not None},
-        rows={r.row: _copy_row(r) for r in core.executor.row_states()},
-    )
-
+# ------------------------------------------------------------------ are two states the same?
 
 _REQUEST_FIELDS = (
     "status", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "priority",
