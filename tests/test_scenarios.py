@@ -73,7 +73,7 @@ def changed(path: list, value: object) -> dict:
         (changed(["config", "groups"], []), "groups must be a list"),
         (changed(["config", "groups"], [{"kind": "full", "block_size": 6}]), "multiple of the block_size 4"),
         (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "layers": 3}]), "layers 3: give a list"),
-        (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "layers": [3]}]), r"layers \[3\]: give a list"),
+        (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "layers": [3]}]), "layers [3]: give a list"),
         (changed(["config", "groups"], [{"kind": "cross", "block_size": 4}]), "kind 'cross'"),
         (changed(["config", "groups"], [{"kind": "sliding_window", "block_size": 4}]), "sliding_window None"),
         (changed(["config", "groups"], [{"kind": "full", "block_size": 4, "sliding_window": 8}]), "leave the window"),
