@@ -69,7 +69,7 @@ def tables_shown(page):
 def test_the_viewer_is_live_in_jupyterlab_and_keeps_its_keys(browser, lab):
     trace = stored("preemption")
     errors = []
-    page = browser.new_page(viewport={"width": 1400, "height": 1300})
+    page = browser.new_page(viewport={"width": 1400, "height": 1300}, color_scheme="dark")
     page.set_default_timeout(60_000)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{lab}/lab/tree/t.ipynb", wait_until="domcontentloaded")
@@ -109,5 +109,12 @@ def test_the_viewer_is_live_in_jupyterlab_and_keeps_its_keys(browser, lab):
     page.keyboard.press("Home")
     page.wait_for_timeout(500)
     assert re.match("before the first step", where.text_content())
+    colour = "(node) => getComputedStyle(node).backgroundColor"
+    assert page.locator(".viewer").evaluate(colour) == "rgb(255, 255, 255)", "JupyterLab's theme, not the system's"
+    page.locator(".lm-MenuBar-itemLabel", has_text="Settings").click()
+    page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
+    page.locator(".lm-Menu-itemLabel", has_text="JupyterLab Dark").first.click()
+    page.locator("body[data-jp-theme-light=false]").wait_for(state="attached")
+    assert page.locator(".viewer").evaluate(colour) == "rgb(20, 23, 28)"
     page.close()
     assert not errors

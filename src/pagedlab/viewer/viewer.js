@@ -308,6 +308,13 @@ export default {
     element.dataset.lmSuppressShortcuts = "true"; // JupyterLab's keys edit cells; here they belong to the viewer
     const chunks = model.get("chunks");
     const viewer = mount(element, { meta: JSON.parse(model.get("meta")), readChunk: (name) => chunks[name], css: model.get("css") });
-    return () => viewer.destroy();
+    const follow = () => { // JupyterLab says on its body which theme it has
+      const isLight = document.body.dataset.jpThemeLight;
+      if (isLight) viewer.setTheme(isLight === "true" ? "light" : "dark");
+    };
+    const themes = new MutationObserver(follow);
+    themes.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
+    follow();
+    return () => { themes.disconnect(); viewer.destroy(); };
   },
 };
