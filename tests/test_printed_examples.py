@@ -58,6 +58,7 @@ def test_every_example_of_the_page_of_experiments_runs_as_printed(experiments):
     assert "4 tokens from the prefix cache" in printed["pagedlab why late.jsonl.zst r1"]
     assert "1 passed" in printed["python -m pytest -q test_shortest.py"]
     assert "sliding window of 8 tokens" in next(out for line, out in printed.items() if "--model hybrid" in line)
+    assert (folder / "handout.html").is_file() and any((folder / "slides").glob("*.svg"))
     assert (folder / "work.html").is_file() and (folder / "long.jsonl").is_file()
 
 
