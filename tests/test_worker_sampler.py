@@ -64,6 +64,23 @@ def test_top_k_of_3_and_top_p_of_one_half_counts_probabilities_after_top_k():
     assert drawn_tokens(top_p=0.52)[1] > 0
 
 
+def test_the_most_likely_token_stays_also_under_a_top_p_that_float32_rounds_to_zero():
+    assert sample(torch.tensor([[0.0, 9.0, 1.0]]), [request(top_p=1e-300)])[0] == [1]
+
+
+def test_equally_likely_tokens_all_reach_min_p_and_are_drawn_at_any_temperature_but_a_greedy_one():
+    for params, drawn in (({"min_p": 1.0}, {1, 2}), ({"temperature": 2e-5}, {1, 2}), ({"temperature": 5e-6}, {1})):
+        requests = [request(str(row), **params) for row in range(50)]
+        assert set(sample(torch.tensor([[0.0, 1.0, 1.0]] * 50), requests)[0]) == drawn
+
+
+def test_tokens_that_reach_top_p_exactly_are_enough():
+    """Eight equally likely tokens: a quarter is two of them, and not a third."""
+    for top_p, kept in ((0.25, 2), (0.5, 4), (0.75, 6)):
+        requests = [request(str(row), top_p=top_p) for row in range(200)]
+        assert len(set(sample(torch.zeros(200, 8), requests)[0])) == kept
+
+
 def test_rows_of_one_batch_keep_their_own_parameters():
     logits = torch.tensor([PROBABILITIES] * 4).log()
     requests = [
@@ -194,7 +211,9 @@ def test_top_k_and_top_p_keep_what_a_full_sort_keeps(seed, monkeypatch):
     results = []
     for num_sorted in (4, 16, 1000):
         monkeypatch.setattr(sampler_module, "NUM_SORTED", num_sorted)
-        results.append(sampler_module._keep_top_k_top_p(logits, rows))
+        together = sampler_module._keep_top_k_top_p(logits, rows)
+        small_k = sampler_module._keep_top_k_top_p(logits[:5], rows[:5])  # top_k 30 alone wants more than 16 sorted
+        results += [together, torch.cat([small_k, together[5:]])]
     for row, params in enumerate(rows):
         order = logits[row].argsort(descending=True)[: params.top_k or None]
         probs = logits[row, order].softmax(-1)

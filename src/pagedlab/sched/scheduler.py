@@ -290,7 +290,7 @@ class Scheduler:
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=[r.request_id for r in known],
                 resumed_req_ids={r.request_id for r in step.resumed},
-                new_block_ids=[None if b is manager.no_blocks or not any(b) else b for b in blocks],
+                new_block_ids=[None if b is manager.no_blocks else b for b in blocks],
                 num_computed_tokens=[r.num_computed_tokens for r in known],
                 num_output_tokens=[len(r.all_token_ids) - r.num_prompt_tokens for r in known],
                 all_token_ids={r.request_id: list(r.all_token_ids) for r in step.resumed},
