@@ -699,6 +699,26 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path):
     page.close()
 
 
+@pytest.mark.parametrize("width", [320, 800, 1600])
+def test_long_ids_are_cut_in_the_middle_and_never_widen_the_page(browser, tmp_path, width):
+    names = [f"cmpl-{'0123456789abcdef' * 8}-{i}" for i in range(3)]
+    spec = {"prompt_token_ids": [1, 2], "max_tokens": 2, "sampled_token_ids": [3, 4]}
+    scenario = Scenario.from_document(
+        {"format": "pagedlab-scenario/1", "name": "long", "about": "", "requests": dict.fromkeys(names, spec),
+         "config": {"block_size": 4, "num_blocks": 100}, "script": [{"before_step": 0, "add": names}]},
+        "long",
+    )  # fmt: skip
+    with tracing("blocks") as trace:
+        run(scenario)
+    write_page(trace, tmp_path / "long.html")
+    page = Page(browser, tmp_path / "long.html", viewport={"width": width, "height": 800})
+    page.goto(next(i for i, e in enumerate(shown_events(trace)) if e.kind == "request_output"))
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.inside(".chip b").all_inner_texts() == [f"cmpl-0123…9abcdef-{i}" for i in range(3)]
+    assert page.inside(".request h3").first.inner_text().startswith(names[0])
+    page.close()
+
+
 @pytest.mark.parametrize("width", [390, 820, 1920])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_a_tablet_and_a_projector(browser, tmp_path, width, scheme):

@@ -11,6 +11,12 @@ export function show(value) {
   });
 }
 
+/** An id where there is little room: of a long one its ends, by which ids differ. @param {string} id */
+export function brief(id) {
+  const letters = [...show(id)];
+  return letters.length > 20 ? `${letters.slice(0, 9).join("")}…${letters.slice(-9).join("")}` : letters.join("");
+}
+
 /** "1 block", "5 blocks".
  * @param {number} count @param {string} noun */
 export function plural(count, noun) {

@@ -1,6 +1,6 @@
 // @ts-check
 /** Who waits and who runs, each with the scheduler's reason. */
-import { el, keepFocus, note, plural, show } from "./dom.js";
+import { brief, el, keepFocus, note, plural, show } from "./dom.js";
 import { hue } from "./paint.js";
 
 const MOST_CHIPS = 24; // of one queue
@@ -78,7 +78,7 @@ export class Queues {
     let chip = this.chips.get(request);
     if (!chip) {
       const meter = el("meter", { min: 0 }), count = el("span", { class: "count" }), mark = el("i", {}, "preempted"), reason = el("small", {});
-      const button = el("button", { class: "chip", style: `--owner:${hue(request)}`, onclick: () => viewer.chooseRequest(request), "data-request": id }, el("b", {}, show(id)), meter, count, mark);
+      const button = el("button", { class: "chip", style: `--owner:${hue(request)}`, onclick: () => viewer.chooseRequest(request), "data-request": id }, el("b", { title: show(id) }, brief(id)), meter, count, mark);
       chip = { item: el("li", {}, button, reason), button, meter, count, mark, reason };
       this.chips.set(request, chip);
     }

@@ -1,6 +1,6 @@
 // @ts-check
 /** The run as a whole: tokens of each step against the budget, and each request's lane. Both are drawn once. */
-import { el, legend, plural, show } from "./dom.js";
+import { brief, el, legend, plural, show } from "./dom.js";
 import { hatch } from "./paint.js";
 
 const KINDS_OF_WORK = ["recomputed", "prefill", "decode", "queued", "preempted", "passed over"]; // as pack.py numbers them
@@ -190,8 +190,8 @@ export class Lanes {
       const start = meta.segments.find((/** @type {number[]} */ s) => s[0] === i);
       const x = start ? Math.max(2, Math.min((start[2] - meta.columns.step[0]) * bar + 3, width - 60)) : 2;
       const y = (i + 0.5) * this.height;
-      context.strokeText(show(r.id), x, y);
-      context.fillText(show(r.id), x, y);
+      context.strokeText(brief(r.id), x, y);
+      context.fillText(brief(r.id), x, y);
     });
   }
 }
