@@ -82,7 +82,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <title>{title}</title>
-<style>html {{ color-scheme: light dark; }} body {{ margin: 0; }} #viewer {{ min-height: 100vh; }}</style>
+<style>html {{ color-scheme: light dark; scroll-padding-top: 3em; }} body {{ margin: 0; }} #viewer {{ min-height: 100vh; }}</style>
 </head>
 <body>
 <div id="viewer"></div>

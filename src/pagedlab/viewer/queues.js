@@ -91,6 +91,7 @@ export class Queues {
     }
     if (chip.reason.textContent !== text) chip.reason.textContent = text;
     chip.mark.hidden = r.status !== 2;
+    chip.button.setAttribute("aria-label", show(`${id}, ${r.computed} of ${plural(r.known, "token")} computed${r.status === 2 ? ", preempted" : ""}`));
     chip.button.classList.toggle("chosen", isChosen);
     chip.button.classList.toggle("lit", viewer.token?.request === request);
     chip.button.setAttribute("aria-pressed", String(isChosen));
@@ -101,7 +102,7 @@ export class Queues {
   leftColumn() {
     const gone = this.viewer.past().filter((r) => r.kind === "request_finished" || r.kind === "request_refused");
     if (!gone.length) return "";
-    const items = gone.slice(0, MOST_CHIPS).map((r) => el("li", {}, show(`${r.request_id}: ${r.finish_reason ?? "refused at the door"}`)));
+    const items = gone.slice(0, MOST_CHIPS).map((r) => el("li", {}, show(`${r.request_id}: ${r.finish_reason ? `finished (${r.finish_reason})` : "refused at the door"}`)));
     return el("div", { class: "column left", "data-queue": "left" }, el("h3", {}, `left in this step (${gone.length})`), el("ol", {}, ...items));
   }
 

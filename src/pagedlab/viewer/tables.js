@@ -1,6 +1,6 @@
 // @ts-check
 /** Block tables with the tokens in their blocks, and arrows from them into the pool. */
-import { el, note, plural, refill, show } from "./dom.js";
+import { brief, el, note, plural, refill, show } from "./dom.js";
 import { STATUSES } from "./model.js";
 import { hue } from "./paint.js";
 
@@ -52,7 +52,7 @@ export class Tables {
     const now = scheduled ? `, ${scheduled} of them in this step` : "";
     const groups = r.tables.map((_, group) => this.groupOf(request, group, r.computed - scheduled));
     return el("div", { class: "request", "data-request": id },
-      el("h3", { style: `--owner:${hue(request)}` }, show(id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${plural(r.known, "token")} computed${now}`)),
+      el("h3", { style: `--owner:${hue(request)}`, title: show(id) }, brief(id), el("small", {}, ` ${STATUSES[r.status]}, ${r.computed} of ${plural(r.known, "token")} computed${now}`)),
       el("div", { class: "groups" }, ...groups));
   }
 
