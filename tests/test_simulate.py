@@ -386,6 +386,17 @@ def test_times_of_requests_count_from_arrival_paged_or_not():
         assert result.first_token_steps == {"long": 1, "short": 10} and result.end_steps == {"long": 9, "short": 10}
 
 
+def test_where_nobody_is_admitted_there_are_no_times(tmp_path):
+    path = tmp_path / "w.jsonl"
+    path.write_text('{"arrival_step": 0, "num_prompt_tokens": 3000, "num_output_tokens": 2}\n')
+    said = command(str(path)).stdout
+    assert "1 refused" in said and "until admitted    nobody" in said and "for example: request r0 has a prompt" in said
+
+
+def test_idle_steps_are_counted_apart():
+    assert "(1 idle step left out)" in command("hybrid").stdout
+
+
 def test_text_scenarios_run_with_made_up_outputs():
     said = command("preemption").stdout
     assert "made up" in said and "preemptions         1" in said

@@ -77,7 +77,7 @@ def _counts(run: Simulation) -> str:
     ends = [f"{count:,} {reason}" for reason, count in sorted(reasons.items())]
     ends += [f"{len(run.refused):,} refused"] if run.refused else []
     steps, scheduled, hits = run.num_steps, run.num_scheduled_tokens, run.num_cached_tokens
-    idle = f" (and {run.num_idle_steps:,} idle ones left out)" if run.num_idle_steps else ""
+    idle = f" ({plural(run.num_idle_steps, 'idle step')} left out)" if run.num_idle_steps else ""
     rows = {
         "steps": f"{steps:,}{idle}",
         "requests ended": ", ".join(ends),
@@ -210,6 +210,8 @@ def _times(steps: Mapping[str, int]) -> dict[str, float]:
 
 
 def _spread(steps: Mapping[str, int]) -> str:
+    if not steps:
+        return "nobody"
     times = _times(steps)
     return (
         f"mean {times['mean']:,.1f}, median {times['median']:,}, 95 % within {times['p95']:,}, "
