@@ -420,6 +420,7 @@ def test_a_malformed_case_of_kv_initialization_does_not_end_the_others(monkeypat
     lambda document: document["cases"][0].pop("block_table"),
     lambda document: document["cases"][0].update(block_size=0),
     lambda document: document["cases"][0].update(block_table=[[10**12]] * 3),
+    lambda document: document["cases"][0].update(num_computed_tokens=[0, 10**12, 0]),
     lambda document: document["cases"].insert(1, "no case"),
     lambda document: document.update(row_operations=None),
     lambda document: document["row_operations"]["log"][0].update(after="burn row 3"),

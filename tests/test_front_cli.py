@@ -257,6 +257,13 @@ def test_a_name_that_no_file_can_have_is_one_sentence(pagedlab, command):
     assert (status, out, err.count("\n")) == (2, "", 1) and "File name too long" in err
 
 
+@pytest.mark.parametrize("command", ["replay", "view", "check", "scenario-from"])
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_folder_is_no_trace(pagedlab, command, name):
+    status, out, err = pagedlab(command, name)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("pagedlab: ")
+
+
 def test_a_trace_that_lost_a_request_is_no_page_and_one_sentence(pagedlab, tmp_path):
     trace, damaged = tmp_path / "t.jsonl", tmp_path / "damaged.jsonl"
     assert pagedlab(*TRACE, "--out", str(trace))[0] == 0

@@ -21,9 +21,10 @@ def view(
     from pagedlab.viewer.page import write_page
 
     refuse_overwriting(trace, out)
+    loaded = Trace.load(trace)
     stem = trace.name.removesuffix(".zst").removesuffix(".jsonl")
     path = out or trace.with_name(f"{stem}.html")
-    write_page(Trace.load(trace), path, parse_steps(steps))
+    write_page(loaded, path, parse_steps(steps))
     print(path)
 
 

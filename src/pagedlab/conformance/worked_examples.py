@@ -54,8 +54,11 @@ def _example(case: Document) -> Document:
     return _state_rows(case) if "idx_mapping" in case else _flat_indices(case)
 
 
-def _message(requests: list[tuple[str, int, int, list[int]]]) -> SchedulerOutput:
+def _message(requests: list[tuple[str, int, int, list[int]]], block_size: int) -> SchedulerOutput:
     """(request, computed, new tokens, block ids) as a step that sees all of them for the first time."""
+    for req_id, computed, new, block_ids in requests:
+        if computed + new > len(block_ids) * block_size:  # a damaged number would become as many token ids
+            raise ValueError(f"request {req_id} has {computed} and {new} tokens, more than its blocks hold")
     greedy = SamplingParams(temperature=0)
     return SchedulerOutput(
         scheduled_new_reqs=[
@@ -78,7 +81,7 @@ def _flat_indices(case: Document) -> Document:
     runner = PersistentBatchRunner(config, device=CPU, index_kernels="torch")
     runner.initialize_kv_cache(one_group(block_size), max_model_len)
     columns = (case["num_computed_tokens"], counts, case["block_table"])
-    message = _message([(f"r{i}", *request) for i, request in enumerate(zip(*columns, strict=True))])
+    message = _message([(f"r{i}", *request) for i, request in enumerate(zip(*columns, strict=True))], block_size)
     runner._update_states(message)
     batch = runner._prepare_inputs(message)
     table = batch.block_tables[0]
@@ -121,7 +124,7 @@ def _state_rows(case: Document) -> Document:
     message = _message([
         (request["name"], request["num_computed_tokens"], request["num_new_tokens"], request["block_ids"])
         for request in requests
-    ])  # fmt: skip
+    ], block_size)  # fmt: skip
     runner._update_states(message)
     if case["batch_order_rule"].startswith("fewest new tokens first"):
         batch = runner._prepare_inputs(message)
