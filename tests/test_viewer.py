@@ -670,10 +670,13 @@ def test_the_event_list_filters_by_kind_request_and_block(browser, tmp_path):
         ("block_freed", [e for e in step if e.kind == "block_freed"]),
         ("considered r0", [e for e in step if e.kind == "request_considered" and e.request_id == "r0"]),
         ("block 4", [e for e in step if getattr(e, "block_id", None) == 4]),
+        ("slots_mapped r0", [e for e in step if e.kind == "slots_mapped" and "r0" in e.request_id]),
     ):
         page.inside("input[type=search]").fill(words)
         rows = [int(row.get_attribute("data-index")) for row in page.inside(".events .row").all()]
-        assert rows == [events.index(e) for e in expected], words
+        assert rows == [events.index(e) for e in expected] and rows, words
+    page.goto(rows[0])
+    assert page.inside(".position").inner_text().endswith(": slots_mapped")
     page.close()
 
 

@@ -40,7 +40,8 @@ export class Controls {
   draw(index) {
     const { viewer } = this, record = viewer.current();
     const first = viewer.firstEventOf(index);
-    const what = record ? `: ${record.kind}${record.request_id ? ` ${record.request_id}` : ""}` : "";
+    const whose = typeof record?.request_id === "string" ? ` ${record.request_id}` : ""; // some records list a request per token
+    const what = record ? `: ${record.kind}${whose}` : "";
     this.position.textContent = show(`${viewer.stepName(index)} · event ${viewer.cursor.event - first + 1} of ${viewer.lastEventOf(index) - first + 1}${what}`);
   }
 

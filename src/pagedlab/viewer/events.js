@@ -62,11 +62,11 @@ function summary(r) {
   return parts.join(" ");
 }
 
-/** Each word names a kind (or a part of it), a request, or a block. @param {any} r @param {string} words */
+/** Each word names a kind (or a part of it), a request (there may be one per token), or a block. @param {any} r @param {string} words */
 function matches(r, words) {
   return words.replace(/block (?=\d)/g, "block").split(/\s+/).every((word) => {
     const block = /^block(\d+)$/.exec(word);
     if (block) return r.block_id === Number(block[1]);
-    return r.kind.includes(word) || String(r.request_id ?? "").toLowerCase() === word;
+    return r.kind.includes(word) || [r.request_id ?? []].flat().some((id) => id.toLowerCase() === word);
   });
 }

@@ -1,7 +1,7 @@
 // @ts-check
 /**
  * The page: one moment of the run and what was chosen in it, and views that all show that. A view has `nodes`,
- * which stand in a panel, and draw(), which brings them to the moment; it asks the viewer and no other view's page.
+ * which stand in a panel, and draw(), which brings them to the moment. Choices go through the viewer.
  */
 import { Controls } from "./controls.js";
 import { el, plural, show } from "./dom.js";
