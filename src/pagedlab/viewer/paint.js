@@ -39,6 +39,7 @@ export class Theme {
   constructor(main) {
     this.main = main;
     this.darkQuery = matchMedia("(prefers-color-scheme: dark)");
+    /** @type {"light" | "dark" | null} */ this.chosen = null; // null: as the system has it
     /** @type {Map<string, string>} */ this.colours = new Map();
     this.unit = 1; // how much larger than usual letters are
   }
@@ -53,9 +54,13 @@ export class Theme {
     return `${weight} ${pixels * this.unit}px system-ui, sans-serif`;
   }
 
-  /** As chosen, else as the system has it. */
   get name() {
-    return this.main.dataset.theme ?? (this.darkQuery.matches ? "dark" : "light");
+    return this.chosen ?? (this.darkQuery.matches ? "dark" : "light");
+  }
+
+  /** Have the style sheet follow. */
+  apply() {
+    this.main.dataset.theme = this.name;
   }
 
   /** A colour by the name of its CSS variable, looked up once. @param {string} name @returns {string} */

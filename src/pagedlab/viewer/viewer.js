@@ -47,6 +47,7 @@ export class Viewer {
     const isLong = meta.requests.some((/** @type {any} */ r) => r.tokens.length > LONG_REQUEST);
     this.main = el("div", { class: `viewer${isLong ? " long" : ""}`, tabindex: -1 });
     this.theme = new Theme(this.main);
+    this.theme.apply();
     this.controls = new Controls(this);
     this.timeline = new Timeline(this);
     this.lanes = new Lanes(this);
@@ -58,11 +59,10 @@ export class Viewer {
     this.events = new EventList(this);
     this.build();
     this.width = 0;
-    const redraw = () => this.draw();
-    this.resize = new ResizeObserver(() => (this.main.clientWidth === this.width ? this.tables.drawArrows() : redraw()));
+    this.resize = new ResizeObserver(() => (this.main.clientWidth === this.width ? this.tables.drawArrows() : this.draw()));
     this.resize.observe(this.main);
     this.gone = new AbortController();
-    this.theme.darkQuery.addEventListener("change", redraw, { signal: this.gone.signal });
+    this.theme.darkQuery.addEventListener("change", () => this.setTheme(this.theme.chosen), { signal: this.gone.signal });
     void this.goto(this.steps > 1 ? this.lastEventOf(meta.columns.step[0] < 0 ? 1 : 0) : meta.num_events - 1);
   }
 
@@ -252,9 +252,10 @@ export class Viewer {
     this.setTheme(this.theme.name === "dark" ? "light" : "dark");
   }
 
-  /** @param {"light" | "dark"} name */
+  /** @param {"light" | "dark" | null} name null: as the system has it */
   setTheme(name) {
-    this.main.dataset.theme = name;
+    this.theme.chosen = name;
+    this.theme.apply();
     this.draw();
   }
 
