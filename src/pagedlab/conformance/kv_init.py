@@ -9,7 +9,6 @@ from pagedlab.errors import UserError
 from pagedlab.kv.grouping import UnequalPages, get_kv_cache_groups
 from pagedlab.kv.initialize import NotEnoughMemory
 from pagedlab.kv.several_workers import (
-    InconsistentWorkers,
     checked_need_bytes,
     get_kv_cache_configs,
     max_concurrency,
@@ -105,8 +104,9 @@ def _error(error: UserError) -> dict[str, Any]:
     """The exception in vLLM's terms: its type there, and the numbers."""
     if isinstance(error, UnequalPages):
         return {"type": "NotImplementedError", "page_sizes": error.page_sizes}
-    if isinstance(error, InconsistentWorkers):
-        return {"type": "AssertionError"}
+    for fault in (AssertionError, ZeroDivisionError):
+        if isinstance(error, fault):
+            return {"type": fault.__name__}
     fitting = error.fitting_max_model_len if isinstance(error, NotEnoughMemory) else 0
     return {"type": "ValueError"} | ({"estimated_max_model_len": fitting} if fitting else {})
 

@@ -19,6 +19,10 @@ class InconsistentWorkers(UserError, AssertionError):
     """Workers that cannot share one pool: they disagree about a layer, or one has no layer."""
 
 
+class NoLayersToDivideBy(UserError, ZeroDivisionError):
+    """The same for a worker without a layer where pages are unequal: 0.14.1 gets further, and divides by zero."""
+
+
 def get_kv_cache_configs(
     specs_by_worker: list[Specs],
     available_bytes: list[int],
@@ -35,7 +39,7 @@ def get_kv_cache_configs(
     all: the others' buffers shrink.
 
     Raises:
-        InconsistentWorkers: two workers disagree about a layer, or one has no layer.
+        InconsistentWorkers, NoLayersToDivideBy: two workers disagree about a layer, or one has no layer.
         NotEnoughMemory: see :func:`check_enough_memory`.
         UserError: see :func:`get_kv_cache_groups`.
     """
@@ -76,8 +80,9 @@ def _groups_of_worker(groups: tuple[KVCacheGroupSpec, ...], specs: Specs) -> tup
     stages, so each stage counts its blocks with the bytes of the whole model.
     """
     own = tuple(replace(g, layer_names=tuple(n for n in g.layer_names if n in specs)) for g in groups)
-    if groups and not specs:  # 0.14.1 ends on an assertion, or divides by zero where pages are unequal
-        raise InconsistentWorkers("a worker has no layer while others have some: give every worker a layer.")
+    if groups and not specs:
+        fault = NoLayersToDivideBy if groups[0].layer_specs else InconsistentWorkers
+        raise fault("a worker has no layer while others have some: give every worker a layer.")
     return own
 
 
