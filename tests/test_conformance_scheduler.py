@@ -379,6 +379,15 @@ def test_other_files_in_a_folder_are_counted_as_ignored_by_name(monkeypatch, cap
     assert "3 other files ignored" in out
 
 
+def test_a_link_that_leads_back_up_is_not_followed(monkeypatch, capsys, tmp_path):
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "one.json", recording("single_request"))
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    status, out, _ = run_cli(monkeypatch, capsys, "conformance", tmp_path)
+    assert status == 0 and f"ignored {tmp_path / 'a' / 'up'}" in out.splitlines()
+    assert out.startswith("ok ") and "1 replayed" in out.splitlines()[-1]
+
+
 def test_what_cannot_be_replayed_is_named_and_the_rest_is_replayed(monkeypatch, capsys, tmp_path):
     malformed, differing = recording("single_request"), recording("single_request")
     del malformed["steps"][1]["outputs"]

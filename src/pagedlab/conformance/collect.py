@@ -49,7 +49,11 @@ def collect(paths: Sequence[Path]) -> Iterator[Found]:
         yield from _folder(path) if path.is_dir() else _file(path)
 
 
-def _folder(folder: Path) -> Iterator[Found]:
+def _folder(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Found]:
+    """``above``: the real folders on the way down, lest a link leads round in a circle."""
+    if folder.resolve() in above:
+        yield Ignored(str(folder))
+        return
     try:
         paths, is_checkpoint = sorted(folder.iterdir()), (folder / "expected.json").is_file()
     except OSError as error:
@@ -60,7 +64,7 @@ def _folder(folder: Path) -> Iterator[Found]:
         return
     for path in paths:
         if path.is_dir():
-            yield from _folder(path)
+            yield from _folder(path, (*above, folder.resolve()))
         elif path.name.endswith(SUFFIXES):
             yield from _file(path)
         else:
