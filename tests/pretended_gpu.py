@@ -79,6 +79,7 @@ class PretendedGpu(TorchDispatchMode):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **named: tensor(*args, **named).to(device))
         monkeypatch.setattr(torch, "Generator", OnHost)
+        monkeypatch.setenv("CC", "cc")
         monkeypatch.setattr(torch.inference_mode, "__enter__", lambda self: None)  # it forbids wrappers
         monkeypatch.setattr(torch.inference_mode, "__exit__", lambda self, *_: None)
         monkeypatch.setattr(worker, "resolve_device", lambda name: GPU)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from pagedlab import LLM, SamplingParams
 from pagedlab.attention.backends import AttentionLayerConfig, choose_attention_backend
 from pagedlab.attention.flash_attn_backend import FlashAttentionBackend
 from pagedlab.attention.forward_context import set_forward_context
+from pagedlab.config import EngineConfig
 from pagedlab.errors import UserError
+from pagedlab.kernels.jit import has_c_compiler
 from pagedlab.kernels.paged_attention import paged_attention_reference
 from pagedlab.kernels.reshape_and_cache import reshape_and_cache_reference
 from pagedlab.trace.events import (
@@ -24,6 +27,7 @@ from pagedlab.trace.events import (
     RequestPreempted,
 )
 from pagedlab.trace.tracer import trace
+from pagedlab.worker.worker import resolve_index_kernels
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 DENSE = CHECKPOINTS / "dense-untied-a" / "checkpoint"
@@ -136,6 +140,17 @@ def test_torch_takes_any_block_size_and_triton_only_powers_of_two():
 def test_triton_says_which_head_sizes_it_serves(head_size):
     with pytest.raises(UserError, match=f"head sizes 32 to 256, not {head_size}"):
         choose("triton", head_size=head_size)
+
+
+@needs_triton
+def test_gpu_without_a_c_compiler_is_one_sentence_and_its_index_maps_run_in_torch(monkeypatch):
+    gpu = torch.device("cuda")
+    assert resolve_index_kernels(EngineConfig(), gpu) == ("compiled" if has_c_compiler() else "torch")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match=r"attention_backend triton needs a C compiler, .* install gcc, or choose"):
+        choose_attention_backend("auto", gpu, head_size=64, block_sizes=[16], dtype=torch.float32)
+    assert resolve_index_kernels(EngineConfig(), gpu) == "torch"
 
 
 def test_triton_without_triton_is_one_sentence(monkeypatch):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagedlab.attention.metadata import CommonAttentionMetadata
 from pagedlab.errors import UserError
+from pagedlab.kernels.jit import has_c_compiler
 from pagedlab.kernels.paged_attention import HEAD_SIZES
 from pagedlab.kernels.reshape_and_cache import write_log_columns
 from pagedlab.kv.specs import AttentionSpec
@@ -135,6 +136,11 @@ def choose_attention_backend(
     if importlib.util.find_spec("triton") is None:
         raise UserError(
             f"attention_backend {name} needs triton, which is not installed: install pagedlab[triton], "
+            "or choose the torch backend."
+        )
+    if device.type == "cuda" and not has_c_compiler():
+        raise UserError(
+            f"attention_backend {name} needs a C compiler, with which triton builds its launcher: install gcc, "
             "or choose the torch backend."
         )
     if name == "triton":

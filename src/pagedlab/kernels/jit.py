@@ -7,6 +7,7 @@ launchable kernel on first use, so that a file of kernels imports without triton
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +44,11 @@ def kernel(source: Callable[..., None], how: How) -> Any:
     from triton.runtime.interpreter import InterpretedFunction
 
     return InterpretedFunction(source)
+
+
+def has_c_compiler() -> bool:
+    """Triton has none of its own, and builds the launcher of compiled kernels with it, once per machine."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 @dataclass(frozen=True)

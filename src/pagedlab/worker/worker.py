@@ -16,7 +16,7 @@ from pagedlab.attention.backends import choose_attention_backend
 from pagedlab.attention.forward_context import set_forward_context
 from pagedlab.config import EngineConfig
 from pagedlab.errors import UserError
-from pagedlab.kernels.jit import How
+from pagedlab.kernels.jit import How, has_c_compiler
 from pagedlab.kv.specs import AttentionSpec, KVCacheConfig
 from pagedlab.models.config import ModelConfig
 from pagedlab.models.loader import load_model
@@ -152,7 +152,7 @@ def resolve_dtype(name: str, device: torch.device, model_config: ModelConfig) ->
 
 
 def resolve_index_kernels(config: EngineConfig, device: torch.device) -> How:
-    """Triton where there is a GPU; its interpreter where the triton backend is asked for without one."""
+    """Triton where there is a GPU and it can compile; its interpreter for the triton backend without a GPU."""
     if device.type == "cuda":
-        return "compiled" if importlib.util.find_spec("triton") else "torch"
+        return "compiled" if importlib.util.find_spec("triton") and has_c_compiler() else "torch"
     return "interpreted" if config.attention_backend == "triton" else "torch"
