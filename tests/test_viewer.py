@@ -458,6 +458,23 @@ def test_without_a_choice_lens_and_reads_show_the_request_that_the_event_is_abou
     page.close()
 
 
+def test_the_table_of_the_chosen_token_stays_while_the_events_go_on(browser, tmp_path):
+    trace = stored("two-five-three")
+    write_page(trace, tmp_path / "stays.html")
+    page = Page(browser, tmp_path / "stays.html")
+    events = shown_events(trace)
+    mapped = next(i for i, e in enumerate(events) if isinstance(e, SlotsMapped))
+    page.goto(mapped)
+    page.tab.evaluate("viewer.chooseToken(viewer.requestOf('r1'), 3)")
+    for i in range(mapped, len(events), 7):
+        page.goto(i)
+        if "r1" in trace.at(seq=events[i].seq).requests:
+            assert page.inside(".request").first.get_attribute("data-request") == "r1", i
+    page.tab.evaluate("viewer.chooseRequest(viewer.requestOf('r0'))")
+    assert "r0 neither waits nor runs at this moment" in page.inside(".tables").inner_text()
+    page.close()
+
+
 def test_requests_are_seen_moving_between_the_queues(browser, tmp_path):
     trace = stored("preemption")
     path = tmp_path / "moves.html"

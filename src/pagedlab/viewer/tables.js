@@ -27,7 +27,8 @@ export class Tables {
     const alone = viewer.request !== null || viewer.meta.requests.length > MANY_REQUESTS;
     const others = alone ? [] : viewer.cursor.state.running.filter((r) => r !== chosen).slice(0, 3);
     const requests = chosen === null ? [] : [chosen, ...others];
-    refill(this.element, ...(requests.length ? requests.map((request) => this.tableOf(request)) : [note("Nobody waits or runs at this moment.")]));
+    const nobody = viewer.request === null ? "Nobody waits or runs at this moment." : `${viewer.idOf(viewer.request)} neither waits nor runs at this moment.`;
+    refill(this.element, ...(requests.length ? requests.map((request) => this.tableOf(request)) : [note(show(nobody))]));
     const first = this.element.querySelector(":focus") ?? this.element.querySelector(".cell.chosen") ?? this.element.querySelector("button");
     if (first) first.tabIndex = 0; // the tab key stops once in the tables; up and down go on from there
     requestAnimationFrame(() => this.drawArrows());

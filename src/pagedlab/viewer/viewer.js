@@ -181,12 +181,12 @@ export class Viewer {
     this.draw();
   }
 
-  /** The request whose tables are shown: the chosen one, else the one the event is about, else the first running. */
+  /** The request whose tables are shown: the chosen one, else the chosen token's, the one the event is about, or the first. */
   shownRequest() {
     const { state } = this.cursor;
     if (this.request !== null) return state.requests.has(this.request) ? this.request : null;
-    const index = this.requestOf(this.current()?.request_id);
-    return state.requests.has(index) ? index : state.running[0] ?? state.waiting[0] ?? null;
+    const candidates = [this.token?.request ?? -1, this.requestOf(this.current()?.request_id)];
+    return candidates.find((request) => state.requests.has(request)) ?? state.running[0] ?? state.waiting[0] ?? null;
   }
 
   /** The blocks that hold the chosen token, one per KV-cache group. */
