@@ -1,5 +1,6 @@
 """Tokenizer, detokenizer, input and output processor: text in, text out, no model."""
 
+import copy
 import json
 import shutil
 
@@ -340,6 +341,51 @@ def test_deltas_add_up_to_the_cumulative_output(tokenizer):
     assert whole.finished and part.finished and text == "a😊b" and "r0" not in all_at_once
 
 
+_letters = st.sampled_from(("a", "b", ","))
+
+
+@given(st.lists(st.permutations(range(3)), min_size=1, max_size=6), st.lists(_letters, min_size=18, max_size=18),
+       st.lists(st.integers(1, 6), min_size=3, max_size=3))
+def test_what_the_steps_gave_is_what_each_kind_of_output_says(tokenizer, orders, letters, lengths):
+    """Three continuations go on in any order and end one by one, one with an error; who keeps an output keeps it."""
+    by_kind = {kind: started(tokenizer, kind, n=3, logprobs=1) for kind in ("cumulative", "delta", "final_only")}
+    given, gained, kept, finals = [[], [], []], [["", [], [], 0.0] for _ in range(3)], [], []
+    for step, order in enumerate([*orders, *[(0, 1, 2)] * 6]):
+        core_outputs = []
+        for child in order:
+            if len(given[child]) == lengths[child]:
+                continue
+            token_id = token(tokenizer, letters[(step * 3 + child) % 18])
+            given[child].append(token_id)
+            reason = ("length" if child < 2 else "error") if len(given[child]) == lengths[child] else None
+            core_outputs.append(EngineCoreOutput(
+                f"{child}_r0", [token_id], reason, num_cached_tokens=16 * child + 2,
+                logprobs=TopLogprobs([token_id], [-float(child + 1)], rank=1), error=reason and f"why {child}",
+            ))  # fmt: skip
+        if not core_outputs:
+            continue
+        outputs = {kind: processor.process_outputs(core_outputs)[0] for kind, processor in by_kind.items()}
+        (whole,), (part,) = outputs["cumulative"], outputs["delta"]
+        finals += outputs["final_only"]
+        kept += [(whole, copy.deepcopy(whole)), (part, copy.deepcopy(part))]
+        assert [o.index for o in part.outputs] == sorted(int(o.request_id[0]) for o in core_outputs)
+        for o in part.outputs:
+            assert len(o.token_ids) == len(o.logprobs) == 1
+            text, ids, logprobs, _ = gained[o.index]
+            gained[o.index] = [text + o.text, ids + o.token_ids, logprobs + o.logprobs, o.cumulative_logprob]
+        for o in whole.outputs:
+            assert [o.text, o.token_ids, o.logprobs, o.cumulative_logprob] == gained[o.index]
+            assert o.token_ids == given[o.index] and o.text == tokenizer.decode(o.token_ids)
+            assert o.cumulative_logprob == -(o.index + 1) * len(o.token_ids)
+            is_over = len(o.token_ids) == lengths[o.index]
+            reason = ("length" if o.index < 2 else "error") if is_over else None
+            assert (o.finish_reason, o.error) == (reason, f"why {o.index}" if is_over else None)
+        assert whole.finished == part.finished == all(len(g) == n for g, n in zip(given, lengths, strict=True))
+        assert whole.num_cached_tokens == part.num_cached_tokens == (2 if given[0] else 0)
+        assert by_kind["delta"].unfinished_request_ids() == ([] if whole.finished else ["r0"])
+    assert finals == [whole] and all(output == as_it_was for output, as_it_was in kept)
+
+
 def test_a_stop_string_ends_the_request_in_the_engine(tokenizer):
     outputs = started(tokenizer, stop=["b"])
     _, to_abort = outputs.process_outputs([EngineCoreOutput("r0", tokenizer.encode("a"))])
@@ -362,7 +408,9 @@ def test_bug_33_children_end_one_by_one_and_come_in_index_order(tokenizer):
 def test_bug_33_aborting_the_parent_aborts_its_children(tokenizer):
     outputs = started(tokenizer, n=3)
     outputs.process_outputs([EngineCoreOutput("1_r0", [1], finish_reason="length")])
+    outputs.process_outputs([EngineCoreOutput("0_r0", [1], num_cached_tokens=16)])
     core_ids, (done,) = outputs.abort_requests(["r0", "unknown"])
+    assert done.num_cached_tokens == 16
     assert core_ids == ["0_r0", "2_r0"] and "0_r0" not in outputs and "r0" not in outputs
     assert done.finished and [o.finish_reason for o in done.outputs] == ["abort", "length", "abort"]
 
@@ -370,12 +418,13 @@ def test_bug_33_aborting_the_parent_aborts_its_children(tokenizer):
 def test_logprobs_carry_ranks_and_sum_up(tokenizer):
     outputs = started(tokenizer, logprobs=2)
     outputs.process_outputs([EngineCoreOutput("r0", [5], logprobs=TopLogprobs([5, 3, 4], [-9.0, -1.0, -2.0], rank=40))])
+    outputs.process_outputs([EngineCoreOutput("r0", [3], logprobs=TopLogprobs([3, 4], [-1.0, -2.0], rank=1))])
     last = EngineCoreOutput("r0", [4], finish_reason="length", logprobs=TopLogprobs([3, 4], [-1.0, -2.0], rank=2))
     (done,), _ = outputs.process_outputs([last])
-    (first, second), completion = done.outputs[0].logprobs, done.outputs[0]
+    (first, best, second), completion = done.outputs[0].logprobs, done.outputs[0]
     assert {i: p.rank for i, p in first.items()} == {5: 40, 3: 1, 4: 2}
-    assert {i: p.rank for i, p in second.items()} == {3: 1, 4: 2}
-    assert completion.cumulative_logprob == -11.0 and first[5].decoded_token == tokenizer.token_text(5)
+    assert {i: p.rank for i, p in best.items()} == {i: p.rank for i, p in second.items()} == {3: 1, 4: 2}
+    assert completion.cumulative_logprob == -12.0 and first[5].decoded_token == tokenizer.token_text(5)
 
 
 def test_prompt_logprobs_of_all_chunks_follow_each_other(tokenizer):
