@@ -84,14 +84,15 @@ class AttentionCase:
 
     def __init__(self, check: Check, rows: list[tuple[int, int]], *, block_size: int = 16, num_heads: int = 16,
                  num_kv_heads: int = 8, head_size: int = 128, dtype: torch.dtype = torch.bfloat16,
-                 window: int | None = None) -> None:  # fmt: skip
+                 window: int | None = None, first_block: int = 1) -> None:  # fmt: skip
         device = check.device
-        self.check, self.window = check, window
+        self.check, self.window, self.first_block = check, window, first_block
         self.query_lens, self.max_seq_len = [q for q, _ in rows], max(s for _, s in rows)
         widths = [-(-s // block_size) for _, s in rows]
         self.query = torch.randn(sum(self.query_lens), num_heads, head_size, device=device).to(dtype)
-        self.kv_cache = torch.randn(2, sum(widths) + 1, block_size, num_kv_heads, head_size, device=device, dtype=dtype)
-        ids = (torch.randperm(sum(widths)) + 1).split(widths)
+        shape = 2, first_block + sum(widths), block_size, num_kv_heads, head_size
+        self.kv_cache = torch.randn(shape, device=device, dtype=dtype)
+        ids = (torch.randperm(sum(widths)) + first_block).split(widths)
         table = [torch.nn.functional.pad(row, (0, max(widths) - len(row))) for row in ids]
         self.block_table = torch.stack(table).int().to(device)  # [R, K] int32
         self.seq_lens = torch.tensor([s for _, s in rows], dtype=torch.int32, device=device)
@@ -115,8 +116,8 @@ class AttentionCase:
     def error(self, num_splits: int | None = None) -> float:
         """Largest difference from the definition in float64, relative where the answer is above 1."""
         expected = paged_attention_reference(
-            self.query.double(), self.kv_cache.double(), self.query_start_loc, self.seq_lens, self.block_table,
-            scale=self.query.shape[-1] ** -0.5, sliding_window=self.window,
+            self.query.double(), self.kv_cache[:, self.first_block :].double(), self.query_start_loc, self.seq_lens,
+            self.block_table - self.first_block, scale=self.query.shape[-1] ** -0.5, sliding_window=self.window,
         )  # fmt: skip
         return float(((self.run(num_splits).double() - expected).abs() / expected.abs().clamp(min=1)).max())
 
@@ -137,6 +138,13 @@ def check_attention(check: Check) -> list[dict[str, Any]]:
                 error = AttentionCase(check, rows, dtype=dtype, **case).error(splits)
                 results.append({"what": f"paged_attention {_short(dtype)} {case} splits {splits}", "error": error,
                                 "ok": error < TOLERANCE[dtype]})  # fmt: skip
+    if not check.quick:
+        for what, case in (
+            ("blocks beyond 2**31 elements", AttentionCase(check, rows, first_block=2**17)),
+            ("a decode of 32,768 tokens", AttentionCase(check, [(1, 32768)], dtype=torch.float32)),
+        ):
+            error = case.error()
+            results.append({"what": f"paged_attention {what}", "error": error, "ok": error < TOLERANCE[case.query.dtype]})
     return results
 
 
@@ -202,9 +210,18 @@ def check_tokens(check: Check) -> list[dict[str, Any]]:
             )
             found = [list(output.outputs[0].token_ids) for output in outputs]
             same = sum(f == c["greedy_token_ids"][:n] for f, c, n in zip(found, cases, length, strict=True))
-            what = f"tokens of {name}, {label}"
-            results.append({"what": what, "same": f"{same}/{len(cases)}", "ok": same == len(cases)})
+            row = {"what": f"tokens of {name}, {label}", "same": f"{same}/{len(cases)}", "ok": same == len(cases)}
+            if label == "graphs" and not llm.model_config.num_experts:
+                row["graphs"] = _captured(llm)
+                row["ok"] = row["ok"] and bool(row["graphs"])
+            results.append(row)
     return results
+
+
+def _captured(llm: LLM) -> list[int]:
+    """Sizes of the decode graphs in use; an engine that does not trust them goes on without."""
+    graphs = llm.core.executor.runner.decode_graphs  # type: ignore[attr-defined]
+    return graphs.captured if graphs is not None else []
 
 
 def measure_bandwidth(check: Check) -> dict[str, Any]:
@@ -238,6 +255,8 @@ def measure_decode(check: Check, model: Path | None) -> dict[str, Any]:
         for num_requests in (1, 16, 256)[: 2 if check.quick else 3]:
             rates = [_decode_rate(check, llm, num_requests, in_len, out_len) for _ in range(1 if check.quick else 3)]
             results[f"{num_requests} requests, {label}"] = round(max(rates), 1)
+        if not eager:
+            results["graphs captured"] = _captured(llm)
         del llm
         _collect()
     return results

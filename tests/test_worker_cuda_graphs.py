@@ -58,6 +58,7 @@ def test_replays_depend_on_nothing_but_memory_that_stays(runner, monkeypatch, ca
     eager = run_three(Engine(config(runner=runner)))
     replayed = run_three(engine_with_graphs(partial(RecordedGraph, monkeypatch), runner))
     assert replayed.tokens == eager.tokens and not capsys.readouterr().err
+    assert replayed.worker.runner.decode_graphs.captured == [4]
 
 
 def test_padding_does_not_touch_the_cache_of_anyone():
@@ -71,7 +72,7 @@ def test_padding_does_not_touch_the_cache_of_anyone():
 
 def test_graph_that_differs_from_the_eager_pass_is_not_trusted(capsys):
     engine = run_three(engine_with_graphs(lambda run: lambda: run() + 1))
-    assert engine.tokens == run_three(Engine(config())).tokens
+    assert engine.tokens == run_three(Engine(config())).tokens and not engine.worker.runner.decode_graphs.captured
     assert capsys.readouterr().err.startswith("pagedlab: notice: running without CUDA graphs (a replay differs")
 
 

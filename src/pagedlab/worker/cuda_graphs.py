@@ -66,6 +66,11 @@ class DecodeGraphs:
         self.block_tables = [torch.zeros((most, k), dtype=torch.int32, device=device) for k in max_num_blocks]
         self.slot_mappings = [torch.full((most,), PAD_SLOT_ID, dtype=torch.int64, device=device) for _ in groups]
 
+    @property
+    def captured(self) -> list[int]:
+        """Sizes that were captured and agreed with the eager pass; none once one did not."""
+        return [size for size in self.sizes if size in self._replays]
+
     def run(self, batch: InputBatch) -> Tensor | None:
         """Hidden states of a decode batch, rows beyond R padding; None for a batch that must run eagerly."""
         if batch.max_query_len > 1 or batch.num_reqs > self.sizes[-1]:
