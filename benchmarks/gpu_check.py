@@ -143,8 +143,8 @@ def check_attention(check: Check) -> list[dict[str, Any]]:
             ("blocks beyond 2**31 elements", AttentionCase(check, rows, first_block=2**17)),
             ("a decode of 32,768 tokens", AttentionCase(check, [(1, 32768)], dtype=torch.float32)),
         ):
-            error = case.error()
-            results.append({"what": f"paged_attention {what}", "error": error, "ok": error < TOLERANCE[case.query.dtype]})
+            error, bound = case.error(), TOLERANCE[case.query.dtype]
+            results.append({"what": f"paged_attention {what}", "error": error, "ok": error < bound})
     return results
 
 
