@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines import GROUPS, Shape
@@ -108,6 +108,7 @@ def test_the_scheduler_itself_refuses_nothing():
 @given(length=st.integers(1, 60), budget=st.integers(1, 30), num_blocks=st.integers(2, 20),
        threshold=st.sampled_from((0, 3, 9)), caching=st.booleans(),
        groups=st.sampled_from(GROUPS))
+@example(length=55, budget=20, num_blocks=4, threshold=3, caching=False, groups=((4, 8),))  # no hit helps it back
 @settings(max_examples=300, deadline=None)
 def test_whoever_passes_the_door_alone_gets_its_first_token(length, budget, num_blocks, threshold, caching, groups):
     """And whoever is refused for blocks would never have got one: the door is exact."""
@@ -155,6 +156,26 @@ def test_the_sentence_and_the_trace_have_the_numbers():
     assert event.numbers == {
         "num_tokens": 9, "num_needed_blocks": 3, "num_usable_blocks": 2, "steps_without_progress": 100,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("config, says", [
+    ({}, "with 13 tokens it needs 4 blocks and the pool has 3 usable blocks (num_blocks counts"),
+    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 12}, "with 13 tokens it needs 4 blocks and the pool"),
+])
+def test_a_request_that_outgrows_the_pool_blames_no_budget_and_nobody_else(config, says):
+    shape, core = engine(num_blocks=4, max_num_seqs=1, **config)
+    core.add_request(shape.request("grows", [1] * 12, max_tokens=9))
+    core.add_request(shape.request("waits", [1], max_tokens=1))
+    _, ended = steps_to_end(core)
+    assert says in ended["grows"].error and "waits" not in ended["grows"].error and ended["waits"].error is None
+
+
+def test_requests_that_end_in_the_step_they_begin_are_progress():
+    shape, core = engine(max_num_seqs=1)
+    for n in range(MAX_STEPS_WITHOUT_PROGRESS + 5):
+        core.add_request(shape.request(f"r{n}", [1], max_tokens=1))
+    _, ended = steps_to_end(core)
+    assert {o.finish_reason for o in ended.values()} == {"length"}
 
 
 def test_it_takes_100_steps_without_progress_not_fewer():
