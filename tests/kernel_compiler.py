@@ -27,7 +27,7 @@ def compile_for(arch, source, types, constants, num_warps=4, num_stages=2, unali
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [
         (i,) for i, name in enumerate(names)
-        if signature[name].startswith("*") or ("stride" in name and name not in unaligned)
+        if signature[name].startswith("*") or ("stride" in name and name not in {*unaligned, *constants})
     ]
     return compile(
         ASTSource(

@@ -36,8 +36,8 @@ def compile_write(arch, dtype, *, log=False, source=reshape_and_cache_kernel):
     types = dict.fromkeys(("key", "value", "key_cache", "value_cache"), f"*{dtype}")
     types |= {"slot_mapping": "*i64", "log": "*i64"}
     constants = {"NUM_HEADS": 8, "HEAD_SIZE": 128, "TILE": TILE, "LOG": log}
-    return compile_for(arch, source, types, constants,
-                       unaligned=("key_stride_d", "value_stride_d", "cache_stride_d"))
+    constants |= dict.fromkeys(("key_stride_d", "value_stride_d", "cache_stride_d"), 1)  # as Triton takes what is 1
+    return compile_for(arch, source, types, constants)
 
 
 def compile_combine(arch, dtype):
