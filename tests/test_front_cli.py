@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pagedlab import Trace, cli
+from pagedlab.errors import UserError
 from pagedlab.models.resolve import EMBEDDED_DIR
 
 TRACE = ["trace", "It is a truth", "--max-tokens", "3"]
@@ -130,6 +132,24 @@ def test_random_weights_have_the_shape_that_was_asked_for(tmp_path, monkeypatch)
     (output,) = LLM(folder, num_blocks=4).generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2 and output.outputs[0].text == ""
     assert random_weights.random_checkpoint("small", tmp_path) == folder
+
+
+@pytest.mark.parametrize("largest", [0, 1_000])
+def test_random_weights_on_a_full_disk_are_one_sentence_and_no_half_a_checkpoint(
+    tmp_path, monkeypatch, capsys, largest  # capsys: the notice is not a file either
+):
+    from pagedlab.bench import random_weights
+
+    small = random_weights.SHAPES["qwen3-0.6b"] | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(random_weights.SHAPES, "small", small)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        with pytest.raises(UserError, match=f"cannot write {tmp_path}/small-random: .*(full|large|No space)"):
+            random_weights.random_checkpoint("small", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "small-random").iterdir()) == []
 
 
 # ------------------------------------------------------------------ bad input

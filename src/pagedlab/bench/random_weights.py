@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pagedlab.errors import UserError, notice
+from pagedlab.trace.file import whole_file
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {  # config.json of Qwen/Qwen3-0.6B
@@ -37,12 +39,12 @@ def random_checkpoint(name: str, cache_dir: Path | None = None) -> Path:
     notice(f"building random weights of the shape of {name} in {folder} …")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{os.getpid()}.part"
-        save_file(_tensors(SHAPES[name]), partial, metadata={"format": "pt"})
-        partial.replace(folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(_config(SHAPES[name]), indent=2) + "\n")
-    except OSError as e:
-        raise UserError(f"cannot write {folder}: {e.strerror}.") from e
+        with whole_file(folder / "model.safetensors") as place:
+            save_file(_tensors(SHAPES[name]), place, metadata={"format": "pt"})
+        with whole_file(folder / "config.json") as place:
+            place.write_text(json.dumps(_config(SHAPES[name]), indent=2) + "\n")
+    except (OSError, SafetensorError) as e:  # safetensors raises the second, on a full disk for example
+        raise UserError(f"cannot write {folder}: {getattr(e, 'strerror', None) or e}.") from e
     return folder
 
 
