@@ -1,6 +1,8 @@
 """Browser tests run where a Chromium is found; elsewhere the last line says what was not run.
 
 With PAGEDLAB_REQUIRE_CHROMIUM=1, as in CI, a missing Chromium is a failure.
+
+What the tests expect is a CPU's, so a GPU is hidden from them; CUDA_VISIBLE_DEVICES=0 shows it to those that need one.
 """
 
 import importlib.util
@@ -9,6 +11,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def find_chromium():

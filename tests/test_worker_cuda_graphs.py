@@ -100,6 +100,7 @@ def test_trace_says_when_a_graph_is_replayed_and_level_kernels_runs_eagerly():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_captured_graph_replays_with_new_contents():
     x = torch.zeros(4, device="cuda")
+    assert not (x * 2).any()  # loads the kernel, which a capture must not
     replay = capture_graph(lambda: x * 2)
     x.fill_(3)
     assert replay().tolist() == [6.0] * 4

@@ -46,6 +46,6 @@ class BlockTable:
         return [int(b) for b in self.host[row, : self.num_blocks_per_row[row]]]
 
     def commit(self, num_reqs: int) -> Tensor:  # [num_reqs, K] int32, on the device
-        """Copy the first ``num_reqs`` rows to the device, whole."""
-        self.device_table[:num_reqs].copy_(torch.from_numpy(self.host[:num_reqs]))
+        """Copy the first ``num_reqs`` rows to the device, whole. Their memory is not pinned: it may change at once."""
+        self.device_table[:num_reqs].copy_(torch.from_numpy(self.host[:num_reqs]), non_blocking=True)
         return self.device_table[:num_reqs]
