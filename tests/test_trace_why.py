@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from pagedlab.errors import UserError
 from pagedlab.scenarios.library import builtin_names, load_scenario
 from pagedlab.scenarios.run import run
-from pagedlab.trace.events import RequestFinished, RequestPreempted
+from pagedlab.sched.policy import Priority
+from pagedlab.trace.events import (
+    QueueNotReached,
+    RequestAborted,
+    RequestAdded,
+    RequestConsidered,
+    RequestFinished,
+    RequestPreempted,
+    StepStarted,
+)
+from pagedlab.trace.state import Fold
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import tracing
 from pagedlab.trace.why import why
 from standin import make_request
-from test_trace_fold import new_core, random_actions, recording
+from test_trace_fold import CONFIGS, new_core, random_actions, recording
 
 
 def told(name, **changes):
@@ -197,10 +208,18 @@ def test_a_journey_has_a_line_per_change_and_sums_that_are_true():
                            "num_preemptions": 1, "num_output_tokens": 6}
 
 
-@pytest.mark.parametrize("seed", (0, 1, 2, 4, 5, 6))
-def test_recomputed_tokens_are_those_computed_more_than_once(seed):
+MANY_VICTIMS = {"num_blocks": 12, "max_num_batched_tokens": 7, "max_num_seqs": 6, "policy": Priority()}
+
+
+@pytest.mark.parametrize("seed, config", [
+    *((seed, {"num_blocks": 8, "max_num_batched_tokens": 7}) for seed in (0, 1, 2, 4, 5, 6)),
+    *((seed, MANY_VICTIMS) for seed in (0, 16, 19)),
+    *((seed, {**MANY_VICTIMS, "num_blocks": 8, "max_num_batched_tokens": 9, "long_prefill_token_threshold": 2,
+              "enable_prefix_caching": False}) for seed in (7, 22, 40)),  # victims that were computing again
+])  # fmt: skip
+def test_recomputed_tokens_are_those_computed_more_than_once(seed, config):
     """Counted independently: positions that a step computes again although they were computed before."""
-    core = new_core(8, max_num_batched_tokens=7)
+    core = new_core(**config)
     with recording("decisions") as events:
         for _ in random_actions(random.Random(seed), core, 60):
             pass
@@ -221,6 +240,62 @@ def test_recomputed_tokens_are_those_computed_more_than_once(seed):
         if mine.finished is not None:
             assert data["num_output_tokens"] == mine.finished.num_output_tokens
     assert any(again.values())
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, MANY_VICTIMS])
+@pytest.mark.parametrize("num_steps_before", (0, 15))
+def test_queues_and_times_in_the_answers_are_those_of_the_fold(config, num_steps_before):
+    core = new_core(**config)
+    actions = random_actions(random.Random(4), core, num_steps_before + 40)
+    for _ in range(num_steps_before):
+        next(actions)
+    with recording("blocks") as events:
+        for _ in actions:
+            pass
+    trace, fold, num_waited, starts = Trace(events), Fold(), {}, {}
+    for event in events:
+        fold.apply(event)
+        if type(event) is StepStarted:
+            state = fold.states[core.engine_id]
+            starts[event.step] = {r: "running" if r in state.running else "waiting" for r in state.requests}
+    for number, queues in starts.items():
+        for request_id, queue in queues.items():
+            mine = [e for e in trace.steps[number] if getattr(e, "request_id", None) == request_id]
+            looked_at = [e for e in mine if type(e) is RequestConsidered]
+            answer = why(trace, request_id, number)
+            admitted = bool(looked_at) and queue == "waiting" and looked_at[0].outcome == "scheduled"
+            num_waited[request_id] = num_waited.get(request_id, 0) + (queue == "waiting" and not admitted)
+            if any(type(e) is RequestPreempted for e in mine):
+                assert answer.data["outcome"] == "preempted"
+            elif looked_at:
+                assert answer.data["outcome"] == looked_at[0].outcome
+                if looked_at[0].outcome == "scheduled":
+                    first = f"{request_id} was {'admitted' if admitted else 'running'} and got"
+                    assert any(line.startswith(first) for line in answer.lines)
+            else:
+                assert (answer.data["outcome"], answer.data["queue"]) == ("not_reached", queue)
+                assert answer.lines[0].startswith(f"{request_id} was {queue} and was not looked at")
+                (missed,) = (e for e in trace.steps[number] if type(e) is QueueNotReached and e.queue == queue)
+                first = missed.first_request_id
+                assert answer.lines[1].endswith("(it stood first)." if first == request_id else f"(from {first} on).")
+            assert not any("(block )" in line for line in answer.lines)
+    for request_id in {r for queues in starts.values() for r in queues}:
+        answer, request = why(trace, request_id), trace.requests[request_id]
+        s = "" if (n := num_waited.get(request_id, 0)) == 1 else "s"
+        assert answer.data["queue_steps"] == n and f"In all: {n} step{s} in the queue" in answer.lines[-1]
+        for e in request:
+            between = f"after step {e.step}" if e.step >= 0 else "before step 0"
+            if type(e) is RequestAdded:
+                assert answer.lines[0].startswith(f"{between}: added with {len(e.prompt_token_ids)} token")
+            elif type(e) is RequestAborted:
+                assert answer.lines[-2] == f"{between}: cancelled while {e.queue}"
+            elif type(e) is RequestPreempted and e.request_id == request_id and e.num_tokens_taken_back:
+                said = [line for line in answer.lines if line.startswith(f"step {e.step}: ")]
+                assert len(said) == 1 and said[0].startswith(f"step {e.step}: preempted for {e.on_behalf_of}, ")
+                decodes = (re.match(r"steps (\d+)-(\d+): 1 token each", line) for line in answer.lines)
+                assert not any(m and int(m[1]) <= e.step <= int(m[2]) for m in decodes)
+            elif type(e) is RequestFinished and e.finish_reason != "abort":
+                assert answer.lines[-2].startswith(f"step {e.step}: finished: {e.finish_reason} after")
 
 
 @pytest.mark.parametrize("name", [n for n in builtin_names() if not load_scenario(n).needs_model])
