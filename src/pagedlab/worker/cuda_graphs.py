@@ -93,13 +93,13 @@ class DecodeGraphs:
         self.input_ids[:num_reqs] = batch.input_ids
         self.positions[:num_reqs] = batch.positions
         self.seq_lens[:num_reqs] = batch.seq_lens
-        self.input_ids[num_reqs:size] = 0
-        self.positions[num_reqs:size] = 0
-        self.seq_lens[num_reqs:size] = 0
+        self.input_ids[num_reqs:size].zero_()  # launches nothing where there is no padding, unlike ``= 0``
+        self.positions[num_reqs:size].zero_()
+        self.seq_lens[num_reqs:size].zero_()
         for group_id in range(len(self.groups)):
             self.block_tables[group_id][:num_reqs] = batch.block_tables[group_id]
             self.slot_mappings[group_id][:num_reqs] = batch.slot_mappings[group_id]
-            self.slot_mappings[group_id][num_reqs:size] = PAD_SLOT_ID
+            self.slot_mappings[group_id][num_reqs:size].fill_(PAD_SLOT_ID)
 
     def _add(self, size: int) -> bool:
         """Capture this size; on failure give graphs up for good and say so once."""
