@@ -97,7 +97,28 @@ def test_a_smaller_budget_shows_the_first_decision_it_changes_with_both_reasons(
     assert "config: max_num_batched_tokens is 16 in A and 9 in B" in text
     assert "cut to what was left of the token budget" in "\n".join(found.reasons_b)
     assert f"step {found.step}" in text and "A:" in text and "B:" in text
-    json.dumps(found.to_dict())
+    data = json.loads(json.dumps(found.to_dict()))
+    assert (data["step"], data["is_decision"], data["reasons_b"]) == (found.step, True, found.reasons_b)
+    assert [data[name]["num_new_tokens"] for name in "ab"] == [found.a.num_new_tokens, found.b.num_new_tokens]
+
+
+def test_a_first_step_that_differs_has_reasons_and_an_end_is_null():
+    traces = []
+    for budget in (16, 2):
+        with tracing("decisions") as trace:
+            run_scenario(load_scenario("budget").with_config(max_num_batched_tokens=budget))
+        traces.append(trace)
+    found = traces[0].diff(traces[1])
+    assert found.step == 0 and found.reasons_a and found.reasons_b
+    ended = trace.diff(Trace([e for e in trace if e.step < 3])).to_dict()
+    assert ended["a"]["kind"] == "slots_allocated" and ended["b"] is None
+
+
+def test_a_run_with_a_model_and_one_without_say_so():
+    trace = record()
+    header = msgspec.structs.replace(trace.header, model={"name": "some"})
+    found = trace.diff(Trace([header, *[e for e in record(max_num_batched_tokens=5) if e.seq > 0]]))
+    assert "model: B has one, A has none" in found.notes
 
 
 def test_a_changed_decision_is_found_where_it_is_and_a_changed_number_only_if_no_decision_differs():

@@ -242,7 +242,7 @@ def test_recomputed_tokens_are_those_computed_more_than_once(seed, config):
     assert any(again.values())
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, MANY_VICTIMS])
+@pytest.mark.parametrize("config", [*CONFIGS, MANY_VICTIMS, {"num_blocks": 8, "policy": Priority()}])
 @pytest.mark.parametrize("num_steps_before", (0, 15))
 def test_queues_and_times_in_the_answers_are_those_of_the_fold(config, num_steps_before):
     core = new_core(**config)
