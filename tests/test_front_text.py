@@ -407,6 +407,7 @@ def test_bug_33_children_end_one_by_one_and_come_in_index_order(tokenizer):
 
 def test_bug_33_aborting_the_parent_aborts_its_children(tokenizer):
     outputs = started(tokenizer, n=3)
+    assert "r0" in outputs and "1_r0" in outputs  # nobody else may use these ids
     outputs.process_outputs([EngineCoreOutput("1_r0", [1], finish_reason="length")])
     outputs.process_outputs([EngineCoreOutput("0_r0", [1], num_cached_tokens=16)])
     core_ids, (done,) = outputs.abort_requests(["r0", "unknown"])
