@@ -459,6 +459,18 @@ def test_ctrl_c_while_the_command_line_is_still_being_imported_ends_quietly(modu
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("arguments, status", [(["--version"], 0), (["check", "missing.jsonl"], 2)])
+def test_ctrl_c_while_python_leaves_shows_nothing(arguments, status):
+    code = (
+        "import atexit, signal\n"
+        "from pagedlab.__main__ import run\n"
+        "atexit.register(lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])\n"
+        "run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == status and "Traceback" not in done.stderr
+
+
 def test_the_installed_command_and_python_m_begin_alike():
     scripts = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"pagedlab": "pagedlab.__main__:run"}
@@ -474,7 +486,9 @@ def test_ctrl_c_ends_with_130_and_the_trace_saved(tmp_path):
         if "step 3" in line:
             process.send_signal(signal.SIGINT)
             break
-    _, err = process.communicate(timeout=60)
+    message = process.stderr.readline()
+    process.send_signal(signal.SIGINT)  # once more, while it leaves
+    err = message + process.communicate(timeout=60)[1]
     assert process.returncode == 130 and err.count("\n") == 1 and "interrupted" in err
     trace = Trace.load(file)
     assert 3 <= max(trace.steps) < 890 and trace.requests["r0"].finished.finish_reason == "abort"

@@ -15,8 +15,9 @@ def run() -> None:
 
         main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses it again meanwhile sees no traceback
         raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python takes a moment to leave; pressed then, it shows nothing
 
 
 if __name__ == "__main__":

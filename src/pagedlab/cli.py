@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -80,7 +79,6 @@ def main() -> None:
     except _ClickException as error:
         _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses it again meanwhile sees no traceback
         raise SystemExit(130) from None
     except BrokenPipeError:
         _end_quietly()
