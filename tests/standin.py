@@ -55,7 +55,8 @@ class StandInExecutor:
             sampled[request_id] = [token_id] if kept else []
             if trace.decisions:
                 row = next(r.row for r in self.rows if r.request_id == request_id)
-                trace.emit(TokensSampled(request_id=request_id, row=row, token_id=token_id, kept=kept))
+                trace.emit(TokensSampled(request_id=request_id, row=row, token_id=token_id, text=f"<{token_id}>",
+                                         kept=kept))
         return ModelRunnerOutput(sampled)
 
     def _update_cached(self, request_id: str, new: tuple[list[int], ...] | None, resumed: bool, computed: int) -> None:

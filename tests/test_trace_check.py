@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -14,7 +16,8 @@ from pagedlab.trace.events import KvWritten, SlotsMapped
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from standin import make_request
-from test_trace_fold import CONFIGS, new_core, random_actions, recording, renumbered
+from test_trace_fold import CONFIGS, fold_all, new_core, random_actions, recording, renumbered
+from test_trace_truth import ENVELOPE, spoiled
 
 replace = msgspec.structs.replace
 
@@ -193,6 +196,23 @@ def test_a_request_that_others_overtake_for_long_raises_an_alarm():
         notices = []
         assert check(Trace(events), notices) is None
         assert [n.startswith("starvation: patient has waited") for n in notices] == [True] * starves
+
+
+def test_whatever_a_damaged_record_says_the_answer_is_a_violation_or_none():
+    """One field of one record after the other is another; check and fold refuse it in a sentence, or go on."""
+    events = run(num_steps=25, num_blocks=14, block_sizes=(4, 8), windows=(None, 9))
+    tried = Counter()
+    for i, event in enumerate(events):
+        for name in set(event.__struct_fields__) - ENVELOPE:
+            value = getattr(event, name)
+            tried[event.kind, name] += 1
+            if value in (None, [], "") or event.kind == "trace_header" or tried[event.kind, name] > 4:
+                continue
+            damaged = [*events[:i], replace(event, **{name: spoiled(value, tried[event.kind, name])}), *events[i + 1 :]]
+            violation = check(Trace(damaged))
+            assert violation is None or violation.invariant in INVARIANTS
+            with suppress(UserError):
+                fold_all(damaged)
 
 
 def test_a_trace_without_blocks_is_refused_with_the_level_it_needs():

@@ -112,6 +112,22 @@ def test_folding_gives_the_live_state_after_each_step(config, seed, record):
             assert same(fold.states[core.engine_id], walk_live(core)) is None
 
 
+@pytest.mark.parametrize("num_steps_before", (0, 15))
+def test_every_known_token_has_its_text_in_the_fold(num_steps_before):
+    core = new_core(9)
+    core.token_text = lambda token_id: f"<{token_id}>"
+    actions, fold, taken = random_actions(random.Random(1), core, num_steps_before + 40), Fold(), 0
+    for _ in range(num_steps_before):
+        next(actions)
+    with recording() as events:
+        for _ in actions:
+            for event in events[taken:]:
+                fold.apply(event)
+            taken = len(events)
+            for request in fold.states[core.engine_id].requests.values():
+                assert request.token_texts == [f"<{token_id}>" for token_id in request.token_ids]
+
+
 def test_folding_can_begin_in_the_middle_of_a_run():
     core = new_core(6)
     actions = random_actions(random.Random(5), core, 60)
@@ -236,6 +252,20 @@ def fold_all(events):
         fold.apply(event)
     (state,) = fold.states.values()
     return state
+
+
+def test_folding_on_changes_neither_an_earlier_copy_nor_the_events():
+    core = new_core(9)
+    core.token_text = str
+    with recording(snapshot_every=10) as events:
+        for _ in random_actions(random.Random(1), core, 40):
+            pass
+    fold, copies, said = Fold(), [], repr(events)
+    for event in events:
+        fold.apply(event)
+        if type(event) is StepScheduled:
+            copies.append((fold.states[core.engine_id].copy(), repr(fold.states[core.engine_id])))
+    assert all(repr(copy) == as_it_was for copy, as_it_was in copies) and repr(events) == said
 
 
 def test_after_a_gap_the_state_is_unknown_until_a_snapshot():
