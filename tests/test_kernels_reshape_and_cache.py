@@ -44,7 +44,7 @@ def test_only_the_given_slots_change_and_padding_writes_nothing(write):
 def test_a_slot_outside_the_cache_is_refused_and_nothing_written(write, slot):
     cache = torch.zeros(2, 6, 4, 1, 8)
     with pytest.raises(IndexError, match=f"slot {slot} is outside the cache, whose slots are 0 to 23"):
-        write(torch.ones(2, 1, 8), torch.ones(2, 1, 8), cache, torch.tensor([3, slot]))
+        write(torch.ones(3, 1, 8), torch.ones(3, 1, 8), cache, torch.tensor([3, slot, -1]))
     assert not cache.any()
 
 

@@ -134,6 +134,13 @@ def test_exactly_enough_bytes_passes_0_14_1_and_is_refused_here_because_of_the_n
     assert resolve(specs, 129 * 1_835_008, 2048) == (2048, None)
 
 
+def test_memory_for_the_null_block_or_less_holds_no_usable_block():
+    for num_bytes in (0, 1_835_008):
+        with pytest.raises(NotEnoughMemory, match=r"hold 0 usable blocks .*: give at least 3670016 bytes") as caught:
+            resolve(layers("F", 28), num_bytes, 16)
+        assert caught.value.fitting_max_model_len == 0
+
+
 def test_first_group_only_passes_0_14_1_and_is_refused_here_because_every_group_counts():
     specs = layers("SSSF", 24)
     groups = get_kv_cache_groups(specs)
