@@ -274,7 +274,8 @@ def processor(tokenizer: Tokenizer | None, eos: tuple[int, ...] = (EOS,)) -> Inp
     [
         ([258], {}, "outside the vocabulary"),
         ([-1], {}, "outside the vocabulary"),
-        ("\ud800", {}, "lone surrogate"),
+        ("\ud800", {}, "the prompt is not valid Unicode text: it has a lone surrogate"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt is not valid Unicode text"),
         (17, {}, "text or a list of token ids"),
         (["a"], {}, "text or a list of token ids"),
         ({"text": "a"}, {}, "a prompt as a dict"),

@@ -67,6 +67,7 @@ def changed(path: list, value: object) -> dict:
         (changed(["requests", "r0", "sampled_token_ids", 0], 10**30), "r0: sampled_token_ids must be a list of whole"),
         (changed(["requests", "r0", "priority"], -(10**30)), "r0: priority must be a whole number"),
         (changed(["requests", "r0", "arrival_time"], 10**30), "r0: arrival_time must be a number"),
+        (changed(["requests", "r0", "cache_salt"], "\ud800"), "r0: cache_salt must be text or null"),
         (changed(["script", 0, "add", 0], {"a": 1}), "names request {'a': 1}, which is not"),
         (changed(["config", "block_size"], 0), "block_size is 0"),
         (changed(["config", "enable_prefix_caching"], 1), "enable_prefix_caching must be true or false"),

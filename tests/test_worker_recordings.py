@@ -213,3 +213,20 @@ def test_recording_that_lacks_a_part_is_one_sentence(tmp_path):
     (tmp_path / "expected.json").write_text('{"cases": [{"name": "a"}]}')
     with pytest.raises(UserError, match="has no cases with "):
         replay_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("spoiled, words", [
+    ({"prompt_token_ids": []}, "has no cases with proper"),
+    ({"prompt_token_ids": [1, -1]}, "has no cases with proper"),
+    ({"prompt_token_ids": "text"}, "has no cases with proper"),
+    ({"max_new_tokens": 0}, "has no cases with proper"),
+    ({"name": None}, "has no cases with proper"),
+    ({"prompt_token_ids": [10**9]}, "beyond the model's vocabulary or length"),
+    ({"max_new_tokens": 10**9}, "beyond the model's vocabulary or length"),
+])
+def test_expected_tokens_that_no_run_could_give_are_one_sentence(tmp_path, spoiled, words):
+    (tmp_path / "checkpoint").symlink_to(CHECKPOINTS / "dense-tied-a" / "checkpoint")
+    cases = json.loads((CHECKPOINTS / "dense-tied-a" / "expected.json").read_text())["cases"]
+    (tmp_path / "expected.json").write_text(json.dumps({"cases": [cases[0] | spoiled]}))
+    with pytest.raises(UserError, match=words):
+        replay_checkpoint(tmp_path)

@@ -25,7 +25,8 @@ from pagedlab.worker.requests import CachedRequestState
 from pagedlab.worker.sampler import Sampler
 
 CASE_FIELDS = {
-    "name", "prompt_token_ids", "max_new_tokens", "greedy_token_ids", "greedy_logits", "last_prompt_top5_token_ids",
+    "name": str, "max_new_tokens": int, "prompt_token_ids": list, "greedy_token_ids": list, "greedy_logits": list,
+    "last_prompt_top5_token_ids": list,
 }  # fmt: skip
 LOGIT_TOLERANCE = 1e-3  # absolute; the references differ by up to 8.5e-5 among themselves
 
@@ -52,12 +53,13 @@ def replay_checkpoint(directory: Path) -> list[Outcome]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{directory}/expected.json cannot be read ({error}).") from None
     cases = document.get("cases") if isinstance(document, dict) else None
-    if (
-        not isinstance(cases, list)
-        or not cases
-        or not all(isinstance(case, dict) and case.keys() >= CASE_FIELDS for case in cases)
-    ):
-        raise UserError(f"{directory}/expected.json has no cases with {', '.join(sorted(CASE_FIELDS))}.")
+    if not isinstance(cases, list) or not cases or not all(map(_is_case, cases)):
+        raise UserError(f"{directory}/expected.json has no cases with proper {', '.join(sorted(CASE_FIELDS))}.")
+    config = ModelConfig.from_directory(model_dir)
+    for case in cases:
+        prompt, length = case["prompt_token_ids"], len(case["prompt_token_ids"]) + case["max_new_tokens"]
+        if max(prompt) >= config.vocab_size or length > config.max_position_embeddings:
+            raise UserError(f"{directory}/expected.json: {case['name']} is beyond the model's vocabulary or length.")
     logits_file = directory / "last_prompt_logits.safetensors"
     last_prompt_logits = load_file(logits_file) if logits_file.is_file() else {}
     with one_thread():
@@ -65,6 +67,16 @@ def replay_checkpoint(directory: Path) -> list[Outcome]:
     if (directory / "config_rope_parameters.json").is_file():
         outcomes.append(_compare_spelling(directory, model_dir))
     return outcomes
+
+
+def _is_case(case: Any) -> bool:
+    return (
+        isinstance(case, dict)
+        and all(type(case.get(field)) is kind for field, kind in CASE_FIELDS.items())
+        and case["max_new_tokens"] > 0
+        and len(case["prompt_token_ids"]) > 0
+        and all(type(i) is int and i >= 0 for i in case["prompt_token_ids"])
+    )
 
 
 @dataclass
@@ -119,7 +131,7 @@ def _replay(
 def _compare_spelling(directory: Path, model_dir: Path) -> Outcome:
     """The newer spelling of the config describes the same RoPE."""
     path = directory / "config_rope_parameters.json"
-    newer = ModelConfig.from_dict(json.loads(path.read_text()), where=str(path)).rope_theta
+    newer = ModelConfig.from_dict(dict(json.loads(path.read_text())), where=str(path)).rope_theta
     theta = ModelConfig.from_directory(model_dir).rope_theta
     first = None if newer == theta else {"step": None, "field": "rope_theta", "expected": theta, "got": newer}
     report = f"  rope_theta: expected {theta}, got {newer}" if first else ""

@@ -111,6 +111,7 @@ class InputProcessor:
             cache_salt = prompt.get("cache_salt")
             if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
                 raise UserError("cache_salt must be a non-empty string.")
+            _check_unicode("cache_salt", cache_salt or "")
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
                 raise UserError("a prompt as a dict has a 'prompt' or 'prompt_token_ids', maybe with a 'cache_salt'.")
@@ -123,10 +124,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError("this model folder has no tokenizer.json: give token ids instead of text.")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as e:
-                raise UserError("the prompt is not valid Unicode text: it has a lone surrogate.") from e
+            _check_unicode("the prompt", prompt)
             return prompt, self.tokenizer.encode(prompt), cache_salt
         return None, _token_ids(prompt), cache_salt
 
@@ -159,6 +157,13 @@ class InputProcessor:
         if max_tokens is None:
             max_tokens = max(room, params.min_tokens)  # that min_tokens have no room is said there too
         return replace(params, stop_token_ids=stop_token_ids, max_tokens=max_tokens)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UserError(f"{name} is not valid Unicode text: it has a lone surrogate.") from e
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -85,6 +85,9 @@ def _check_request(spec: Any, where: str) -> None:
 
 
 def _is_beyond(value: Any) -> bool:
+    """No 64 bits hold the number, or no UTF-8 the text."""
+    if isinstance(value, str):
+        return any("\ud800" <= char <= "\udfff" for char in value)
     return isinstance(value, int) and not -BEYOND < value < BEYOND
 
 
