@@ -264,6 +264,9 @@ class Truth:
         elif reason in ("not_enough_free_blocks", "self_preemption"):
             self.need_same(e, "who was refused", self.refused and self.refused.request_id, e.request_id)
             numbers = self.refused.num_needed, self.refused.num_free
+        elif reason == "no_tokens_left":
+            left = min(len(request.token_ids), self.scheduler.config.max_model_len - 1) - computed
+            self.need_same(e, "tokens are left to compute", left, 0)
         elif reason == "chunked_prefill_off":
             limit = threshold if 0 < threshold < wanted else None
             self.need_same(e, "it fits", min(limit or wanted, wanted) > e.budget_before, True)
