@@ -67,7 +67,7 @@ def write_page(trace: Trace, path: Path, steps: tuple[int, int] | None = None) -
         with whole_file(path) as place:
             place.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): choose another place with -o.") from None
+        raise UserError(f"cannot write {path} ({error.strerror}): choose another place.") from None
     return size
 
 
