@@ -90,7 +90,8 @@ class MergedLinear(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Turns pairs (x[i], x[i + head_size/2]) by position · theta^(-2i/head_size); no trained weights.
 
-    Angles come from the positions of a step, so that no table limits or outgrows the longest request.
+    Angles come from the positions of a step, as in transformers. vLLM looks them up in a table of
+    max_position_embeddings rows, which a config may promise by the million.
     """
 
     def __init__(self, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> None:
