@@ -12,7 +12,7 @@ import pytest
 from pagedlab.errors import UserError
 from pagedlab.sched.policy import FirstComeFirstServed, Priority
 from pagedlab.trace.check import INVARIANTS, STEPS_OVERTAKEN, STEPS_WITHOUT_PROGRESS, check
-from pagedlab.trace.events import KvWritten, SlotsMapped
+from pagedlab.trace.events import BlockEvicted, KvWritten, SlotsMapped
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.tracer import trace
 from standin import make_request
@@ -72,6 +72,8 @@ CORRUPTIONS = {
     "tables": [lambda ev: change(ev, "step_scheduled", lambda e: e.cached, nth=3, cached=lambda e: [
         replace(c, num_computed_tokens=60) for c in e.cached])],
     "budget": [lambda ev: change(ev, "request_considered", budget_after=lambda e: e.budget_after + 1),
+               lambda ev: change(ev, "request_considered", budget_before=lambda e: e.budget_before + 1,
+                                 budget_after=lambda e: e.budget_after + 1),
                lambda ev: change(ev, "step_scheduled", total_num_scheduled_tokens=1000),
                lambda ev: change(ev, "step_scheduled", lambda e: e.num_scheduled_tokens, nth=4, num_scheduled_tokens={},
                                  total_num_scheduled_tokens=0),
@@ -198,9 +200,30 @@ def test_a_request_that_others_overtake_for_long_raises_an_alarm():
         assert [n.startswith("starvation: patient has waited") for n in notices] == [True] * starves
 
 
-def test_whatever_a_damaged_record_says_the_answer_is_a_violation_or_none():
-    """One field of one record after the other is another; check and fold refuse it in a sentence, or go on."""
-    events = run(num_steps=25, num_blocks=14, block_sizes=(4, 8), windows=(None, 9))
+HELD = {  # what the state, or another record, says as well
+    "block_allocated": ("block_id", "ref_cnt"),
+    "block_cached": ("block_id", "hash", "ref_cnt"),
+    "block_evicted": ("block_id", "hash"),
+    "block_freed": ("block_id", "free_queue_index", "hash", "ref_cnt"),
+    "block_touched": ("block_id", "hash", "ref_cnt", "was_free"),
+    "blocks_appended": ("block_ids", "replaced", "request_id", "row"),
+    "queue_not_reached": ("count", "first_request_id", "queue"),
+    "request_considered": ("budget_after", "budget_before", "num_tokens_granted", "outcome", "request_id"),
+    "request_preempted": ("budget_after", "request_id"),
+    "row_assigned": ("block_ids", "request_id", "row"),
+    "row_freed": ("request_id", "row"),
+    "row_moved": ("from_row", "request_id", "row"),
+    "slots_allocated": ("hit_block_ids", "needed_from_free_hits", "needed_new", "new_block_ids", "num_free_after",
+                        "num_free_before"),
+    "slots_refused": ("num_free",),
+    "step_scheduled": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
+    "step_started": ("num_free_blocks", "num_running", "num_waiting"),
+}  # fmt: skip
+
+
+def test_a_damaged_field_is_found_where_something_holds_it_and_is_never_worse_than_a_sentence():
+    """One field of one record after the other is another; check and fold refuse it, or go on."""
+    events = run(num_steps=40, num_blocks=14, block_sizes=(4, 8), windows=(None, 9), max_num_batched_tokens=12)
     tried = Counter()
     for i, event in enumerate(events):
         for name in set(event.__struct_fields__) - ENVELOPE:
@@ -210,9 +233,21 @@ def test_whatever_a_damaged_record_says_the_answer_is_a_violation_or_none():
                 continue
             damaged = [*events[:i], replace(event, **{name: spoiled(value, tried[event.kind, name])}), *events[i + 1 :]]
             violation = check(Trace(damaged))
+            assert violation is not None or name not in HELD.get(event.kind, ()), f"{event.kind}.{name}"
             assert violation is None or violation.invariant in INVARIANTS
             with suppress(UserError):
                 fold_all(damaged)
+    assert {kind for kind, _ in tried} >= set(HELD)
+
+
+def test_a_held_block_cannot_be_evicted():
+    events = run()
+    i = next(i for i, e in enumerate(events) if e.kind == "block_cached")
+    cached = events[i]
+    evicted = BlockEvicted(block_id=cached.block_id, ref_cnt=0, group=0, request_id="r0", hash=cached.hash)
+    evicted.engine, evicted.step = cached.engine, cached.step
+    violation = check(Trace(renumbered([*events[: i + 1], evicted, *events[i + 1 :]])))
+    assert violation.seq == cached.seq + 1 and "was evicted while it is held" in violation.message
 
 
 def test_a_trace_without_blocks_is_refused_with_the_level_it_needs():

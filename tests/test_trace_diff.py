@@ -110,6 +110,7 @@ def test_a_first_step_that_differs_has_reasons_and_an_end_is_null():
         traces.append(trace)
     found = traces[0].diff(traces[1])
     assert found.step == 0 and found.reasons_a and found.reasons_b
+    assert "step 0: the first decision that differs" in found.lines
     ended = trace.diff(Trace([e for e in trace if e.step < 3])).to_dict()
     assert ended["a"]["kind"] == "slots_allocated" and ended["b"] is None
 

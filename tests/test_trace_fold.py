@@ -254,6 +254,25 @@ def fold_all(events):
     return state
 
 
+def test_a_block_is_null_free_cached_in_use_or_shared():
+    core, fold, seen = new_core(9), Fold(), set()
+    with recording() as events:
+        for _ in random_actions(random.Random(1), core, 40):
+            pass
+    for event in events:
+        fold.apply(event)
+        if type(event) is StepScheduled:
+            state, owners = fold.states[core.engine_id], fold.states[core.engine_id].owners()
+            for block_id in range(1, 9):
+                num_owners = len(owners.get(block_id, ()))
+                free = "cached" if block_id in state.cached_blocks else "free"
+                right = free if num_owners == 0 else "in_use" if num_owners == 1 else "shared"
+                assert state.state_of_block(block_id) == right
+                seen.add(right)
+            assert state.state_of_block(0) == "null" and 0 not in owners
+    assert seen == {"free", "cached", "in_use", "shared"}
+
+
 def test_folding_on_changes_neither_an_earlier_copy_nor_the_events():
     core = new_core(9)
     core.token_text = str
