@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import contextmanager
 
 import msgspec
@@ -140,6 +141,32 @@ def test_folding_can_begin_in_the_middle_of_a_run():
     assert same(Trace(events).at(), walk_live(core)) is None
 
 
+@pytest.mark.parametrize("act", [
+    lambda core: core.add_request(make_request(core.scheduler, "late", [1])),
+    lambda core: core.abort_requests(["r0"]), lambda core: core.reset_prefix_cache(), lambda core: core.step(),
+])  # fmt: skip
+def test_whatever_comes_first_after_tracing_began_has_the_header_and_a_snapshot_before_it(act):
+    core = new_core(6)
+    core.add_request(make_request(core.scheduler, "r0", [1, 2, 3]))
+    core.step()
+    new_core(6).step()  # another engine, which the trace is not about
+    with recording() as events:
+        act(core)
+    assert [e.kind for e in events[:2]] == ["trace_header", "engine_snapshot"] and len(events) > 3
+    assert {e.engine for e in events[1:]} == {core.engine_id} and events[1].step == 0
+    assert [r.request_id for r in events[1].requests] == ["r0"]
+
+
+def test_the_stages_of_a_step_take_no_longer_than_the_step():
+    core = new_core(6)
+    assert set(core.stage_ns.values()) == {0}
+    core.add_request(make_request(core.scheduler, "r0", [1, 2, 3]))
+    start = time.perf_counter_ns()
+    core.step()
+    elapsed = time.perf_counter_ns() - start
+    assert min(core.stage_ns.values()) > 0 and sum(core.stage_ns.values()) <= elapsed
+
+
 def test_a_snapshot_inside_the_trace_equals_what_the_fold_has():
     core = new_core(9)
     with recording(snapshot_every=5) as events:
@@ -255,7 +282,7 @@ def fold_all(events):
 
 
 def test_a_block_is_null_free_cached_in_use_or_shared():
-    core, fold, seen = new_core(9), Fold(), set()
+    core, fold, seen = new_core(14, block_sizes=(4, 4), windows=(None, 8)), Fold(), set()
     with recording() as events:
         for _ in random_actions(random.Random(1), core, 40):
             pass
@@ -263,7 +290,7 @@ def test_a_block_is_null_free_cached_in_use_or_shared():
         fold.apply(event)
         if type(event) is StepScheduled:
             state, owners = fold.states[core.engine_id], fold.states[core.engine_id].owners()
-            for block_id in range(1, 9):
+            for block_id in range(1, 14):
                 num_owners = len(owners.get(block_id, ()))
                 free = "cached" if block_id in state.cached_blocks else "free"
                 right = free if num_owners == 0 else "in_use" if num_owners == 1 else "shared"
