@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines import GROUPS, Shape
-from pagedlab.engine.guards import MAX_STEPS_WITHOUT_PROGRESS, most_blocks_held
+from pagedlab.engine.guards import MAX_STEPS_WITHOUT_PROGRESS, explain_hopeless, most_blocks_held
 from pagedlab.errors import UserError
 from pagedlab.sampling_params import SamplingParams
 from pagedlab.trace.events import RequestFinished, RequestRefused
@@ -168,6 +168,26 @@ def test_a_request_that_outgrows_the_pool_blames_no_budget_and_nobody_else(confi
     core.add_request(shape.request("waits", [1], max_tokens=1))
     _, ended = steps_to_end(core)
     assert says in ended["grows"].error and "waits" not in ended["grows"].error and ended["waits"].error is None
+
+
+@pytest.mark.parametrize("others, says", [
+    ([], "the pool has 5 usable blocks (num_blocks"), (["b"], "5 usable blocks, for which b competed (num_blocks"),
+    (["c", "b"], "5 usable blocks, for which b and others competed (num_blocks"),
+])
+def test_who_would_fit_alone_hears_who_competed(others, says):
+    shape, core = engine(num_blocks=6)
+    for request_id in ("a", *others):
+        core.add_request(shape.request(request_id, [1] * 9))
+    message, numbers = explain_hopeless(core.scheduler, core.scheduler.requests["a"])
+    assert "with 9 tokens it needs 3 blocks and the pool has" in message and says in message
+    assert (numbers["num_needed_blocks"], numbers["num_usable_blocks"]) == (3, 5)
+
+
+def test_a_prompt_in_pieces_of_one_token_needs_no_chunking():
+    """vLLM cuts by the threshold also where chunked prefill is off."""
+    shape, core = engine(enable_chunked_prefill=False, long_prefill_token_threshold=1, max_num_batched_tokens=4)
+    core.add_request(shape.request("A", [1] * 9, max_tokens=1))
+    assert steps_to_end(core)[1]["A"].finish_reason == "length"
 
 
 def test_requests_that_end_in_the_step_they_begin_are_progress():

@@ -59,7 +59,8 @@ CORRUPTIONS = {
     "conservation": [lambda ev: change(ev, "engine_snapshot", num_blocks=20),
                      lambda ev: change(ev, "block_freed", block_id=99)],
     "null_block": [lambda ev: change(ev, "block_allocated", block_id=0),
-                   lambda ev: change(ev, "block_freed", block_id=0),
+                   lambda ev: change(ev, "block_freed", block_id=0), lambda ev: change(ev, "block_cached", block_id=0),
+                   lambda ev: change(ev, "block_touched", block_id=0),
                    lambda ev: change(ev, "engine_snapshot", free_queue=lambda e: [*e.free_queue[:-1], 0])],
     "free_queue": [lambda ev: change(ev, "engine_snapshot", free_queue=lambda e: e.free_queue[::-1]),
                    lambda ev: change(ev, "block_freed", lambda e: e.free_queue_index, free_queue_index=0),
@@ -72,6 +73,8 @@ CORRUPTIONS = {
     "tables": [lambda ev: change(ev, "step_scheduled", lambda e: e.cached, nth=3, cached=lambda e: [
         replace(c, num_computed_tokens=60) for c in e.cached])],
     "budget": [lambda ev: change(ev, "request_considered", budget_after=lambda e: e.budget_after + 1),
+               lambda ev: change(ev, "request_considered", num_tokens_wanted=99, budget_after=-1,
+                                 num_tokens_granted=lambda e: e.budget_before + 1),
                lambda ev: change(ev, "request_considered", budget_before=lambda e: e.budget_before + 1,
                                  budget_after=lambda e: e.budget_after + 1),
                lambda ev: change(ev, "step_scheduled", total_num_scheduled_tokens=1000),
