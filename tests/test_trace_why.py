@@ -22,6 +22,7 @@ from pagedlab.trace.events import (
 )
 from pagedlab.trace.state import Fold
 from pagedlab.trace.trace import Trace
+from pagedlab.trace.tracer import trace as tracer
 from pagedlab.trace.tracer import tracing
 from pagedlab.trace.why import why
 from standin import make_request
@@ -134,6 +135,7 @@ PROMPT = list(range(20, 32))
 def test_a_hit_that_stops_before_the_last_token():
     text = prefix_story(PROMPT, PROMPT)
     assert "8 of its 12 tokens hit (block 1, 2); it stopped at block 2: the last token must be computed" in text
+    assert "hits are whole blocks, so 4 tokens remain." in text
 
 
 def test_a_prefix_shorter_than_a_block():
@@ -182,6 +184,18 @@ def test_forgotten_in_a_reset():
 
 def test_caching_switched_off():
     assert "prefix caching is switched off" in sentences(told("caching-off"), "r1", 3)
+
+
+def test_a_prompt_that_max_model_len_leaves_nothing_to_compute_is_skipped():
+    """The door refuses it; past the door it waits for ever, as in 0.14.1."""
+    core = new_core(20, max_model_len=12, max_num_batched_tokens=8)
+    with recording("decisions") as events:
+        tracer.enter(core)
+        core.scheduler.add_request(make_request(core.scheduler, "r0", [1] * 12))
+        for _ in range(3):
+            core.step()
+    (line,) = why(Trace(events), "r0", 2).lines
+    assert line.startswith("r0 was looked at in the running queue and skipped: max_model_len leaves it nothing to")
 
 
 # ------------------------------------------------------------------ the journey
