@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from pagedlab.kernels.block_tables import gather_block_tables, gather_block_tables_reference
 from pagedlab.kernels.jit import PointerTable
 from pagedlab.kernels.slot_mapping import compute_slot_mapping, compute_slot_mapping_reference, slot_chain
+from pagedlab.sampling_params import SamplingParams
 from pagedlab.worker.flat_indices import flatten_batch, token_indices
+from pagedlab.worker.requests import CachedRequestState
+from pagedlab.worker.staged import StagedTensor
 
 HOWS = ["torch", "interpreted"]
 NONSENSE = 2**31 - 1  # an id that no pool has: a stale entry that is read does not stay unnoticed
@@ -203,3 +206,21 @@ def test_gather_of_the_row_6_and_row_7_example():
     counts = torch.tensor([0, 0, 0, 0, 0, 0, 2, 2], dtype=torch.int32)
     gather_block_tables_reference(source, target, counts, torch.tensor([7, 6], dtype=torch.int32))
     assert target[:2].tolist() == [[37, 12, 99], [81, 44, 99]]
+
+
+# ------------------------------------------------------------------ what a row is made of
+
+
+def test_staged_writes_go_where_they_belong_and_say_how_many_bytes_moved():
+    staged = StagedTensor(3, 4, torch.device("cpu"))
+    assert staged.apply() == 0
+    staged.stage(2, 1, [7, 8])
+    staged.stage(0, 0, [5])
+    assert staged.apply() == 3 * (8 + 4)  # places in 64 bits, values in 32
+    assert staged.tensor.tolist() == [[5, 0, 0, 0], [0, 0, 0, 0], [0, 7, 8, 0]]
+    assert staged.apply() == 0
+
+
+def test_tokens_from_any_position_are_prompt_then_output():
+    request = CachedRequestState("r0", [1, 2, 3], SamplingParams(), ([],), 0, None, [4, 5])
+    assert [request.token_ids_from(start) for start in range(6)] == [[1, 2, 3, 4, 5][start:] for start in range(6)]
