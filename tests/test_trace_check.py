@@ -84,6 +84,7 @@ CORRUPTIONS = {
     "seats": [lambda ev: change(ev, "trace_header", config={"max_num_seqs": 1})],
     "counts": [lambda ev: change(ev, "step_started", nth=5, num_waiting=77),
                lambda ev: change(ev, "slots_refused", num_free=77),
+               lambda ev: change(ev, "slots_refused", num_needed=0),
                lambda ev: change(ev, "slots_allocated", num_free_after=0),
                lambda ev: change(ev, "queue_not_reached", count=1, first_request_id="r99")],
     "reasons": [lambda ev: drop(ev, "queue_not_reached", lambda e: e.reason == "head_blocked"),
