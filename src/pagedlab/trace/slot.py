@@ -8,12 +8,10 @@ from pagedlab.trace.events import (
     BlockCached,
     BlockFreed,
     BlockTouched,
-    EngineSnapshot,
     Event,
-    RequestAdded,
     SlotsMapped,
-    TokensSampled,
 )
+from pagedlab.trace.state import EngineState
 from pagedlab.trace.trace import Trace
 from pagedlab.trace.why import Answer
 from pagedlab.wording import plural
@@ -46,14 +44,16 @@ def slot_history(trace: Trace, slot: int) -> Answer:
     if block_ids == {0}:
         answer.lines.append("Block 0 is the null block: no token's key and value are ever kept there.")
         return answer
-    texts: dict[str, list[str]] = {}
-    for e in trace:
-        if e.engine == trace.engine:
-            _follow(e, texts)
-            line = _line(e, slot, block_ids, texts, answer)
-            if line:
-                when = f"step {e.step}" if e.step >= 0 else "before step 0"
-                answer.lines.append(f"{when}: {line}")
+    for index, e in enumerate(trace.events):
+        if e.engine != trace.engine:
+            continue
+        if type(e) is SlotsMapped:
+            line = _written(e, slot, trace.state_after(index), answer) if slot in e.slot else None
+        else:
+            line = _line(e, block_ids)
+        if line:
+            when = f"step {e.step}" if e.step >= 0 else "before step 0"
+            answer.lines.append(f"{when}: {line}")
     state = trace.at()
     held = [f"block {b} is {_STATES[state.state_of_block(b)]}" for b in sorted(block_ids) if b]
     writes = answer.data["writes"]
@@ -66,29 +66,19 @@ def slot_history(trace: Trace, slot: int) -> Answer:
     return answer
 
 
-def _follow(e: Event, texts: dict[str, list[str]]) -> None:
-    """Keep each request's tokens as texts, ``#id`` where the text is not known."""
-    if type(e) is EngineSnapshot:
-        for r in e.requests:
-            texts[r.request_id] = list(r.token_texts or [f"#{t}" for t in r.token_ids])
-    elif type(e) is RequestAdded:
-        texts[e.request_id] = list(e.prompt_token_texts or [f"#{t}" for t in e.prompt_token_ids])
-    elif type(e) is TokensSampled and e.kept:
-        texts.setdefault(e.request_id, []).append(f"#{e.token_id}" if e.text is None else e.text)
+def _written(e: SlotsMapped, slot: int, state: EngineState, answer: Answer) -> str:
+    i = e.slot.index(slot)
+    request_id, position = e.request_id[i], e.position[i]
+    request = state.requests.get(request_id)
+    known = [] if request is None else request.token_texts or [f"#{t}" for t in request.token_ids]
+    text = known[position] if position < len(known) else "?"
+    answer.data["writes"].append({"step": e.step, "request_id": request_id, "position": position,
+                                  "logical_block": e.logical_block[i], "group": e.group, "text": text})
+    return (f"written with position {position} of {request_id}, {text!r} (logical block {e.logical_block[i]} + "
+            f"{e.offset[i]}, token {e.token[i]} of the step)")
 
 
-def _line(e: Event, slot: int, block_ids: set[int], texts: dict[str, list[str]], answer: Answer) -> str | None:
-    if type(e) is SlotsMapped:
-        if slot not in e.slot:
-            return None
-        i = e.slot.index(slot)
-        request_id, position = e.request_id[i], e.position[i]
-        known = texts.get(request_id, [])
-        text = known[position] if position < len(known) else "?"
-        answer.data["writes"].append({"step": e.step, "request_id": request_id, "position": position,
-                                      "logical_block": e.logical_block[i], "group": e.group, "text": text})
-        return (f"written with position {position} of {request_id}, {text!r} (logical block {e.logical_block[i]} + "
-                f"{e.offset[i]}, token {e.token[i]} of the step)")
+def _line(e: Event, block_ids: set[int]) -> str | None:
     if not isinstance(e, BlockAllocated | BlockTouched | BlockCached | BlockFreed) or e.block_id not in block_ids:
         return None
     match e:
