@@ -627,18 +627,24 @@ def test_up_and_down_choose_in_tables_and_events_where_the_tab_key_stops_once(br
     page.close()
 
 
-def test_a_lane_chosen_by_key_is_scrolled_to(browser, tmp_path):
-    names = [f"r{i}" for i in range(60)]
+def alike(names, path):
+    """The page and the trace of requests that differ in nothing but their names."""
     spec = {"prompt_token_ids": [1, 2], "max_tokens": 2, "sampled_token_ids": [3, 4]}
     scenario = Scenario.from_document(
-        {"format": "pagedlab-scenario/1", "name": "many", "about": "", "requests": dict.fromkeys(names, spec),
+        {"format": "pagedlab-scenario/1", "name": "alike", "about": "", "requests": dict.fromkeys(names, spec),
          "config": {"block_size": 4, "num_blocks": 100}, "script": [{"before_step": 0, "add": names}]},
-        "many",
+        "alike",
     )  # fmt: skip
     with tracing("blocks") as trace:
         run(scenario)
-    write_page(trace, tmp_path / "many.html")
-    page = Page(browser, tmp_path / "many.html")
+    write_page(trace, path)
+    return trace
+
+
+def test_a_lane_chosen_by_key_is_scrolled_to(browser, tmp_path):
+    path = tmp_path / "many.html"
+    alike([f"r{i}" for i in range(60)], path)
+    page = Page(browser, path)
     page.inside(".lanes").focus()
     for _ in range(50):
         page.tab.keyboard.press("ArrowDown")
@@ -721,17 +727,9 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path):
 
 @pytest.mark.parametrize("width", [320, 800, 1600])
 def test_long_ids_are_cut_in_the_middle_and_never_widen_the_page(browser, tmp_path, width):
-    names = [f"cmpl-{'0123456789abcdef' * 8}-{i}" for i in range(3)]
-    spec = {"prompt_token_ids": [1, 2], "max_tokens": 2, "sampled_token_ids": [3, 4]}
-    scenario = Scenario.from_document(
-        {"format": "pagedlab-scenario/1", "name": "long", "about": "", "requests": dict.fromkeys(names, spec),
-         "config": {"block_size": 4, "num_blocks": 100}, "script": [{"before_step": 0, "add": names}]},
-        "long",
-    )  # fmt: skip
-    with tracing("blocks") as trace:
-        run(scenario)
-    write_page(trace, tmp_path / "long.html")
-    page = Page(browser, tmp_path / "long.html", viewport={"width": width, "height": 800})
+    names, path = [f"cmpl-{'0123456789abcdef' * 8}-{i}" for i in range(3)], tmp_path / "long.html"
+    trace = alike(names, path)
+    page = Page(browser, path, viewport={"width": width, "height": 800})
     page.goto(next(i for i, e in enumerate(shown_events(trace)) if e.kind == "request_output"))
     assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
     assert page.inside(".chip b").all_inner_texts() == [f"cmpl-0123…9abcdef-{i}" for i in range(3)]
