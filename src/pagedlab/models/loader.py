@@ -102,8 +102,8 @@ def new_model(
         raise UserError(
             f"the weights do not fit into the memory of this {device.type} device: choose a smaller model or dtype."
         ) from None
-    needed, free = model.num_parameters * dtype.itemsize, free_ram_bytes()
-    if device.type == "cpu" and needed > free:  # the system promised the memory, and would end us as it is filled
+    needed = model.num_parameters * dtype.itemsize
+    if device.type == "cpu" and needed > (free := free_ram_bytes()):  # promised, but we would be ended as it is filled
         raise UserError(
             f"the weights take {needed / 2**30:,.1f} GiB as {str(dtype).removeprefix('torch.')}, but this machine has "
             f"{free / 2**30:,.1f} GiB free: choose a smaller model or dtype."

@@ -20,7 +20,7 @@ def scheduled(
         reason, limit = "all_tokens", None
     elif granted == config.long_prefill_token_threshold:
         reason, limit = "long_prefill_threshold", granted
-    elif granted == budget_after + granted:
+    elif budget_after == 0:
         reason, limit = "token_budget", granted
     else:
         reason, limit = "max_model_len", config.max_model_len
